@@ -1,0 +1,1 @@
+//! A reliable work pump for actix services on PostgreSQL.

@@ -1,0 +1,3 @@
+//! The `workpump` program.
+
+fn main() {}
