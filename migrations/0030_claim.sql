@@ -424,7 +424,7 @@ begin
             v_sql := regexp_replace(v_sql, '\{same\((\w+),(\w+)\)\}', '\1.stream_id = \2.stream_id', 'g');
             v_sql := regexp_replace(v_sql, '\{beyond\((\w+),([\w.]+),([\w.]+)\)\}', '\1.stream_id > \2', 'g');
             v_sql := regexp_replace(v_sql, '\{upto\((\w+),([\w.]+),([\w.]+)\)\}', '\1.stream_id <= \2', 'g');
-            v_sql := regexp_replace(v_sql, '\{bytes\((\w+)\)\}', '@schema@.wh_body_size(\1.payload, \1.metadata)', 'g');
+            v_sql := regexp_replace(v_sql, '\{bytes\((\w+)\)\}', '{schema}.wh_body_size(\1.payload, \1.metadata)', 'g');
         else
             v_sql := regexp_replace(v_sql, '\{lane\((\w+)\)\}', '\1.{lane}', 'g');
             v_sql := regexp_replace(v_sql, '\{ord\((\w+)\)\}', '\1.stream_id, \1.{lane}', 'g');
@@ -436,15 +436,16 @@ begin
             v_sql := replace(v_sql, '{lane}', v_kind.column6);
         end if;
         v_sql := replace(v_sql, '{columns}', format(
-            '%L::text, t.%I, t.stream_id, @schema@.compute_partition(t.stream_id, p_partition_count), t.claim_epoch, t.attempts,'
+            '%L::text, t.%I, t.stream_id, {schema}.compute_partition(t.stream_id, p_partition_count), t.claim_epoch, t.attempts,'
             ' t.crash_count, t.lease_expiry, t.seq, %s', v_kind.column2, v_kind.column4, v_kind.column7));
         v_sql := replace(v_sql, '{x}', v_kind.column1);
         v_sql := replace(v_sql, '{category}', v_kind.column2);
-        v_sql := replace(v_sql, '{t}', '@schema@.' || v_kind.column3);
+        v_sql := replace(v_sql, '{t}', '{schema}.' || v_kind.column3);
         v_sql := replace(v_sql, '{key}', v_kind.column4);
         v_sql := replace(v_sql, '{done}', v_kind.column5);
         -- Per schema, since sessions behind a pooler are shared.
         v_sql := replace(v_sql, '{mark}', 'workpump.mark_' || v_kind.column1 || '_' || left(md5(@schema_text@), 8));
+        v_sql := replace(v_sql, '{schema}', quote_ident(@schema_text@));
         execute v_sql;
     end loop;
 end $make$;

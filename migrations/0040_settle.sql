@@ -135,11 +135,12 @@ begin
         end if;
         v_sql := replace(v_sql, '{x}', v_kind.column1);
         v_sql := replace(v_sql, '{category}', v_kind.column2);
-        v_sql := replace(v_sql, '{t}', '@schema@.' || v_kind.column3);
+        v_sql := replace(v_sql, '{t}', '{schema}.' || v_kind.column3);
         v_sql := replace(v_sql, '{key}', v_kind.column4);
         v_sql := replace(v_sql, '{done}', v_kind.column5);
         v_sql := replace(v_sql, '{name}', v_kind.column7);
         v_sql := replace(v_sql, '{type}', v_kind.column8);
+        v_sql := replace(v_sql, '{schema}', quote_ident(@schema_text@));
         execute v_sql;
     end loop;
 end $make$;

@@ -75,9 +75,10 @@ begin
                          ('receptor_work', 'wh_receptor_processing', 'id', 'completed_at')
     loop
         v_sql := replace(c_template, '{x}', v_kind.column1);
-        v_sql := replace(v_sql, '{t}', '@schema@.' || v_kind.column2);
+        v_sql := replace(v_sql, '{t}', '{schema}.' || v_kind.column2);
         v_sql := replace(v_sql, '{key}', v_kind.column3);
         v_sql := replace(v_sql, '{done}', v_kind.column4);
+        v_sql := replace(v_sql, '{schema}', quote_ident(@schema_text@));
         execute v_sql;
     end loop;
 end $make$;
