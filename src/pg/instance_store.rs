@@ -1,0 +1,135 @@
+//! Membership behind the engine's port, on a session of its own: neither the pool nor a handler can delay a heartbeat.
+//!
+//! The session is opened by whoever calls, so it is driven by the vital arbiter's runtime and by nothing else.
+
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use serde_json::json;
+use tokio::sync::Mutex;
+use tokio::time::timeout;
+use tokio_postgres::types::Type;
+use tokio_postgres::{Config, Row};
+use workpump_actors::instance::InstanceId;
+use workpump_actors::port::{Beat, BeatAnswer, InstanceStore, PortFuture, StoreError};
+
+use super::fault::store_error;
+use super::migrate::{self, SchemaState};
+use super::schema::Schema;
+use super::session::Session;
+use super::statement::instance as statement;
+
+/// A beat that takes longer is late, and says nothing about whether it was written.
+const BEAT_DEADLINE: Duration = Duration::from_secs(10);
+
+/// [`InstanceStore`] on PostgreSQL.
+pub(crate) struct PgInstanceStore {
+    schema: Schema,
+    beat: String,
+    deregister: String,
+    direct: Config,
+    session: Mutex<Option<Session>>,
+}
+
+impl PgInstanceStore {
+    pub(crate) fn new(schema: &Schema, direct: Config) -> Self {
+        Self {
+            schema: schema.clone(),
+            beat: statement::beat(schema),
+            deregister: statement::deregister(schema),
+            direct,
+            session: Mutex::new(None),
+        }
+    }
+
+    async fn with_session<T>(
+        &self,
+        instance: InstanceId,
+        call: impl AsyncFnOnce(&Session) -> Result<T, tokio_postgres::Error>,
+    ) -> Result<T, StoreError> {
+        let mut slot = self.session.lock().await;
+        let answer = timeout(BEAT_DEADLINE, async {
+            if slot.as_ref().is_none_or(|session| session.client.is_closed()) {
+                *slot = Some(Session::open(&self.direct).await?);
+            }
+            match slot.as_ref() {
+                Some(session) => call(session).await,
+                None => unreachable!("the session was just opened"),
+            }
+        })
+        .await;
+        match answer {
+            Ok(Ok(value)) => Ok(value),
+            Ok(Err(error)) => {
+                let error = store_error(&error, instance);
+                if matches!(error, StoreError::Unavailable(_)) {
+                    *slot = None;
+                }
+                Err(error)
+            }
+            Err(_) => {
+                *slot = None;
+                Err(StoreError::Unavailable(format!("no answer to the heartbeat within {} s", BEAT_DEADLINE.as_secs())))
+            }
+        }
+    }
+
+    async fn beat_now(&self, beat: Beat) -> Result<BeatAnswer, StoreError> {
+        let identity = &beat.identity;
+        let metadata = json!({ "gate": "unconfigured", "library_version": env!("CARGO_PKG_VERSION") });
+        let rows = self
+            .with_session(identity.id, async |session: &Session| {
+                session
+                    .client
+                    .query_typed(
+                        &self.beat,
+                        &[
+                            (&identity.id.0, Type::UUID),
+                            (&identity.service_name, Type::TEXT),
+                            (&identity.host_name, Type::TEXT),
+                            (&identity.process_id, Type::INT4),
+                            (&metadata, Type::JSONB),
+                            (&(beat.interval.as_secs().max(1) as i32), Type::INT4),
+                            (&beat.lock_declared, Type::BOOL),
+                            (&beat.accepts_work, Type::BOOL),
+                        ],
+                    )
+                    .await
+            })
+            .await?;
+        let accepted = rows.first().and_then(|row: &Row| row.try_get::<_, Option<bool>>(0).ok().flatten());
+        Ok(if accepted == Some(false) { BeatAnswer::Evicted } else { BeatAnswer::Accepted })
+    }
+}
+
+impl InstanceStore for PgInstanceStore {
+    fn schema_ready(&self) -> PortFuture<'_, bool> {
+        async move {
+            let nobody = InstanceId(uuid::Uuid::nil());
+            let state = self
+                .with_session(nobody, async |session: &Session| migrate::schema_state(&session.client, self.schema.name()).await)
+                .await?;
+            match state {
+                SchemaState::Missing | SchemaState::Behind { .. } => Ok(false),
+                SchemaState::Current | SchemaState::Ahead { .. } => Ok(true),
+                state @ SchemaState::NeedsNewerLibrary { .. } => Err(StoreError::Schema(state.to_string())),
+            }
+        }
+        .boxed()
+    }
+
+    fn beat(&self, beat: Beat) -> PortFuture<'_, BeatAnswer> {
+        self.beat_now(beat).boxed()
+    }
+
+    fn deregister(&self, instance: InstanceId) -> PortFuture<'_, ()> {
+        async move {
+            self.with_session(instance, async |session: &Session| {
+                session.client.query_typed(&self.deregister, &[(&instance.0, Type::UUID)]).await
+            })
+            .await
+            .map(drop)
+        }
+        .boxed()
+    }
+}

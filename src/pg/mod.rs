@@ -1,0 +1,19 @@
+//! PostgreSQL, the only room that speaks SQL. It implements the engine's ports and knows no actor.
+//!
+//! | file | concern |
+//! |---|---|
+//! | `schema.rs` | the schema's name, checked and quoted |
+//! | `session.rs` | sessions, who drives them, what they may wait for |
+//! | `statement/` | every SQL text |
+//! | `row.rs`, `fault.rs` | columns and errors to values |
+//! | `work_store.rs`, `instance_store.rs` | the engine's ports |
+//! | `migrate.rs` | the schema itself |
+
+pub(crate) mod fault;
+pub(crate) mod instance_store;
+pub(crate) mod migrate;
+pub(crate) mod row;
+pub(crate) mod schema;
+pub(crate) mod session;
+pub(crate) mod statement;
+pub(crate) mod work_store;

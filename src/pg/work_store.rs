@@ -1,0 +1,332 @@
+//! The work tables behind the engine's port: one trip a batch, whatever the batch holds.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bb8::{ManageConnection, Pool};
+use bb8_postgres::PostgresConnectionManager;
+use futures_util::FutureExt;
+use tokio::runtime::Handle;
+use tokio::sync::Mutex;
+use tokio::time::timeout;
+use tokio_postgres::types::{ToSql, Type};
+use tokio_postgres::{Client, Config, NoTls, Row};
+use uuid::Uuid;
+use workpump_actors::instance::InstanceId;
+use workpump_actors::port::{
+    ClaimRequest, Claimed, PortFuture, SettleItem, Settled, StoreError, Verdict, WorkStore,
+};
+use workpump_actors::work::{ClaimEpoch, WorkKey};
+
+use super::fault::{describe, store_error};
+use super::row;
+use super::schema::Schema;
+use super::session::{CALL_DEADLINE, Session};
+use super::statement::work as statement;
+
+/// Sessions of the settlement pool. One flush is under way at a time; the other is for what comes beside it.
+const POOL_SIZE: u32 = 2;
+
+struct Texts {
+    claim: String,
+    settle: String,
+    release_unheld: String,
+    next_claimable: String,
+}
+
+/// [`WorkStore`] on PostgreSQL: claims on a session of their own, everything else through a small pool.
+pub(crate) struct PgWorkStore {
+    texts: Texts,
+    direct: Config,
+    io: Handle,
+    claim_session: Mutex<Option<Session>>,
+    pool: Pool<Manager>,
+    keep_completed: bool,
+}
+
+impl PgWorkStore {
+    /// Opens nothing yet: sessions come with the first call.
+    pub(crate) fn new(schema: &Schema, pooled: Config, direct: Config, io: Handle, keep_completed: bool) -> Self {
+        let manager = Manager { inner: PostgresConnectionManager::new(pooled, NoTls), io: io.clone() };
+        let pool = Pool::builder()
+            .max_size(POOL_SIZE)
+            .test_on_check_out(false)
+            .connection_timeout(Duration::from_secs(5))
+            .error_sink(Box::new(LoggedErrors))
+            .build_unchecked(manager);
+        Self {
+            texts: Texts {
+                claim: statement::claim(schema),
+                settle: statement::settle(schema),
+                release_unheld: statement::release_unheld(schema),
+                next_claimable: statement::next_claimable(schema),
+            },
+            direct,
+            io,
+            claim_session: Mutex::new(None),
+            pool,
+            keep_completed,
+        }
+    }
+
+    async fn claim_now(&self, request: ClaimRequest) -> Result<Claimed, StoreError> {
+        let instance = request.instance;
+        let mut slot = self.claim_session.lock().await;
+        if slot.as_ref().is_none_or(|session| session.client.is_closed()) {
+            *slot = Some(self.open_session(instance).await?);
+        }
+        let Some(session) = slot.as_ref() else { return Err(lost("claim session")) };
+        session.take_has_more();
+        let categories: Vec<&str> = request.categories.iter().map(|category| category.as_str()).collect();
+        let answer = timeout(
+            CALL_DEADLINE,
+            session.client.query_typed(
+                &self.texts.claim,
+                &[
+                    (&instance.0, Type::UUID),
+                    (&(request.max_rows as i32), Type::INT4),
+                    (&(request.lease.as_secs() as i32), Type::INT4),
+                    (&(request.partition_count as i32), Type::INT4),
+                    (&categories, Type::TEXT_ARRAY),
+                    (&(request.stream_run as i32), Type::INT4),
+                    (&(request.max_bytes.min(i64::MAX as u64) as i64), Type::INT8),
+                ],
+            ),
+        )
+        .await;
+        match answer {
+            Ok(Ok(rows)) => {
+                let works = row::claimed(&rows).map_err(|error| store_error(&error, instance))?;
+                Ok(Claimed { works, has_more: session.take_has_more() })
+            }
+            Ok(Err(error)) => {
+                let error = store_error(&error, instance);
+                if matches!(error, StoreError::Unavailable(_)) {
+                    *slot = None;
+                }
+                Err(error)
+            }
+            Err(_) => {
+                // The session may still be busy with the claim nobody waits for: it must not serve the next one.
+                *slot = None;
+                Err(late("claim"))
+            }
+        }
+    }
+
+    async fn open_session(&self, instance: InstanceId) -> Result<Session, StoreError> {
+        let config = self.direct.clone();
+        self.io
+            .spawn(async move { Session::open(&config).await })
+            .await
+            .map_err(|_| lost("db-io runtime"))?
+            .map_err(|error| store_error(&error, instance))
+    }
+
+    /// One statement through the pool, with a deadline. A session that missed it is closed, not put back.
+    async fn pooled(
+        &self,
+        instance: InstanceId,
+        what: &'static str,
+        text: &str,
+        params: &[(&(dyn ToSql + Sync), Type)],
+    ) -> Result<Vec<Row>, StoreError> {
+        let session = self.pool.get().await.map_err(|error| match error {
+            bb8::RunError::User(error) => store_error(&error, instance),
+            bb8::RunError::TimedOut => StoreError::Unavailable("no database connection within 5 s".to_owned()),
+        })?;
+        match timeout(CALL_DEADLINE, session.query_typed(text, params)).await {
+            Ok(answer) => answer.map_err(|error| store_error(&error, instance)),
+            Err(_) => Err(late(what)),
+        }
+    }
+
+    async fn settle_now(&self, instance: InstanceId, items: Vec<SettleItem>) -> Result<Settled, StoreError> {
+        let columns = Columns::from(&items);
+        let rows = self
+            .pooled(
+                instance,
+                "settlement",
+                &self.texts.settle,
+                &[
+                    (&instance.0, Type::UUID),
+                    (&columns.categories, Type::TEXT_ARRAY),
+                    (&columns.ids, Type::UUID_ARRAY),
+                    (&columns.epochs, Type::INT8_ARRAY),
+                    (&columns.verdicts, Type::TEXT_ARRAY),
+                    (&columns.after, Type::INT8_ARRAY),
+                    (&columns.reasons, Type::INT4_ARRAY),
+                    (&columns.errors, Type::TEXT_ARRAY),
+                    (&self.keep_completed, Type::BOOL),
+                ],
+            )
+            .await?;
+        let fenced = rows
+            .iter()
+            .map(|row| Ok(row::key(row.try_get(0)?, row.try_get(1)?)))
+            .collect::<Result<Vec<_>, tokio_postgres::Error>>()
+            .map_err(|error| store_error(&error, instance))?;
+        Ok(Settled { applied: items.len() - fenced.len(), fenced })
+    }
+
+    async fn release_unheld_now(&self, instance: InstanceId, held: Vec<(WorkKey, ClaimEpoch)>) -> Result<u64, StoreError> {
+        let ids: Vec<Uuid> = held.iter().map(|(key, _)| key.id.0).collect();
+        let epochs: Vec<i64> = held.iter().map(|(_, epoch)| epoch.0).collect();
+        let mut total = 0;
+        loop {
+            let rows = self
+                .pooled(
+                    instance,
+                    "release of unheld rows",
+                    &self.texts.release_unheld,
+                    &[(&instance.0, Type::UUID), (&ids, Type::UUID_ARRAY), (&epochs, Type::INT8_ARRAY)],
+                )
+                .await?;
+            let released: i32 = first(&rows, instance)?.unwrap_or(0);
+            total += u64::from(released.unsigned_abs());
+            if released < 1 {
+                return Ok(total);
+            }
+        }
+    }
+
+    async fn next_claimable_now(&self, instance: InstanceId) -> Result<Option<Duration>, StoreError> {
+        let rows = self
+            .pooled(instance, "next due time", &self.texts.next_claimable, &[(&instance.0, Type::UUID)])
+            .await?;
+        let milliseconds: Option<i64> = first(&rows, instance)?;
+        Ok(milliseconds.map(|milliseconds| Duration::from_millis(milliseconds.max(0).unsigned_abs())))
+    }
+}
+
+impl WorkStore for PgWorkStore {
+    fn claim(&self, request: ClaimRequest) -> PortFuture<'_, Claimed> {
+        self.claim_now(request).boxed()
+    }
+
+    fn settle(&self, instance: InstanceId, items: Vec<SettleItem>) -> PortFuture<'_, Settled> {
+        self.settle_now(instance, items).boxed()
+    }
+
+    fn release_unheld(&self, instance: InstanceId, held: Vec<(WorkKey, ClaimEpoch)>) -> PortFuture<'_, u64> {
+        self.release_unheld_now(instance, held).boxed()
+    }
+
+    fn next_claimable_in(&self, instance: InstanceId) -> PortFuture<'_, Option<Duration>> {
+        self.next_claimable_now(instance).boxed()
+    }
+}
+
+/// A flush as arrays. A flush of completions alone, the common case, sends the last four as null.
+#[derive(Default)]
+struct Columns<'a> {
+    categories: Vec<&'static str>,
+    ids: Vec<Uuid>,
+    epochs: Vec<i64>,
+    verdicts: Option<Vec<&'static str>>,
+    after: Option<Vec<Option<i64>>>,
+    reasons: Option<Vec<Option<i32>>>,
+    errors: Option<Vec<Option<&'a str>>>,
+}
+
+impl<'a> From<&'a Vec<SettleItem>> for Columns<'a> {
+    fn from(items: &'a Vec<SettleItem>) -> Self {
+        let mut columns = Self {
+            categories: items.iter().map(|item| item.key.category.as_str()).collect(),
+            ids: items.iter().map(|item| item.key.id.0).collect(),
+            epochs: items.iter().map(|item| item.epoch.0).collect(),
+            ..Self::default()
+        };
+        if items.iter().all(|item| item.verdict == Verdict::Complete) {
+            return columns;
+        }
+        let mut verdicts = Vec::with_capacity(items.len());
+        let mut after = Vec::with_capacity(items.len());
+        let mut reasons = Vec::with_capacity(items.len());
+        let mut errors = Vec::with_capacity(items.len());
+        for item in items {
+            let (verdict, pause, reason, error) = match &item.verdict {
+                Verdict::Complete => ("complete", None, None, None),
+                Verdict::Release => ("release", None, None, None),
+                Verdict::Retry { after, reason, error } => ("retry", Some(*after), Some(reason.code()), Some(error.as_str())),
+                Verdict::DeadLetter { reason, error } => ("dead_letter", None, Some(reason.code()), Some(error.as_str())),
+            };
+            verdicts.push(verdict);
+            after.push(pause.map(|pause| pause.as_millis().min(i64::MAX as u128) as i64));
+            reasons.push(reason);
+            errors.push(error);
+        }
+        columns.verdicts = Some(verdicts);
+        columns.after = Some(after);
+        columns.reasons = Some(reasons);
+        columns.errors = Some(errors);
+        columns
+    }
+}
+
+fn first<'a, T: tokio_postgres::types::FromSql<'a>>(rows: &'a [Row], instance: InstanceId) -> Result<Option<T>, StoreError> {
+    match rows.first() {
+        Some(row) => row.try_get(0).map_err(|error| store_error(&error, instance)),
+        None => Ok(None),
+    }
+}
+
+fn late(what: &str) -> StoreError {
+    StoreError::Unavailable(format!("no answer to the {what} within {} s", CALL_DEADLINE.as_secs()))
+}
+
+fn lost(what: &str) -> StoreError {
+    StoreError::Unavailable(format!("the {what} is gone"))
+}
+
+/// Opens pooled sessions on the db-io runtime, which then drives them.
+#[derive(Debug)]
+struct Manager {
+    inner: PostgresConnectionManager<NoTls>,
+    io: Handle,
+}
+
+impl ManageConnection for Manager {
+    type Connection = Client;
+    type Error = tokio_postgres::Error;
+
+    fn connect(&self) -> impl Future<Output = Result<Client, Self::Error>> + Send {
+        let inner = self.inner.clone();
+        let opened = self.io.spawn(async move { inner.connect().await });
+        async move {
+            match opened.await {
+                Ok(answer) => answer,
+                // The runtime is shutting down: nothing will ever be asked of this session.
+                Err(_) => std::future::pending().await,
+            }
+        }
+    }
+
+    async fn is_valid(&self, client: &mut Client) -> Result<(), Self::Error> {
+        client.check_connection().await
+    }
+
+    fn has_broken(&self, client: &mut Client) -> bool {
+        client.is_closed()
+    }
+}
+
+/// What the pool would otherwise keep to itself.
+#[derive(Debug, Clone, Copy)]
+struct LoggedErrors;
+
+impl bb8::ErrorSink<tokio_postgres::Error> for LoggedErrors {
+    fn sink(&self, error: tokio_postgres::Error) {
+        tracing::warn!(error = %describe(&error), "could not open a pooled database connection");
+    }
+
+    fn boxed_clone(&self) -> Box<dyn bb8::ErrorSink<tokio_postgres::Error>> {
+        Box::new(*self)
+    }
+}
+
+/// The store as the engine takes it.
+pub(crate) fn shared(store: PgWorkStore) -> Arc<dyn WorkStore> {
+    Arc::new(store)
+}
