@@ -1,1 +1,4 @@
 //! A reliable work pump for actix services on PostgreSQL.
+
+#[cfg(feature = "embedded")]
+pub mod embedded;

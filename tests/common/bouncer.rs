@@ -1,0 +1,79 @@
+//! A real PgBouncer in transaction mode in front of a test server.
+
+use std::path::Path;
+use std::process::{Child, Stdio};
+use std::time::Duration;
+
+use tokio::net::UnixStream;
+use workpump::embedded::{EmbeddedPostgres, PrivateDir};
+
+/// Not in everybody's PATH, therefore by its full name.
+const PROGRAMS: [&str; 4] =
+    ["/usr/sbin/pgbouncer", "/usr/bin/pgbouncer", "/opt/homebrew/bin/pgbouncer", "/usr/local/bin/pgbouncer"];
+const PORT: u16 = 6432;
+
+/// A pooler of one test; ended with it.
+pub struct Bouncer {
+    child: Child,
+    dir: PrivateDir,
+}
+
+impl Bouncer {
+    /// Starts one with `pool_size` server connections per database. `None`, with a reason printed, where PgBouncer is not installed.
+    pub async fn in_front_of(server: &EmbeddedPostgres, pool_size: u32) -> Option<Self> {
+        let Some(program) = PROGRAMS.iter().map(Path::new).find(|program| program.is_file()) else {
+            eprintln!("skipped: PgBouncer is not installed (apt-get install pgbouncer)");
+            return None;
+        };
+        let mut dir = PrivateDir::create().expect("a directory for PgBouncer");
+        let own = dir.path().display();
+        let config = format!(
+            "[databases]\n* = host={} port=5432 user=postgres\n\
+             [pgbouncer]\nlisten_addr =\nlisten_port = {PORT}\nunix_socket_dir = {own}\nauth_type = any\n\
+             pool_mode = transaction\ndefault_pool_size = {pool_size}\nmax_client_conn = 500\n\
+             logfile = {own}/pgbouncer.log\nadmin_users = postgres\n",
+            server.socket_dir().display()
+        );
+        let config = dir.write("pgbouncer.ini", &config).expect("PgBouncer's configuration");
+        let mut command = dir.command(program);
+        command.arg("-q").arg(config).stdout(Stdio::null()).stderr(Stdio::null());
+        let child = dir.spawn(command).expect("PgBouncer starts");
+        let mut bouncer = Self { child, dir };
+        bouncer.wait_until_it_answers().await;
+        Some(bouncer)
+    }
+
+    /// The address of a database through the pooler.
+    pub fn url(&self, dbname: &str) -> String {
+        let host = self.dir.path().display().to_string().replace('%', "%25").replace('/', "%2F");
+        format!("postgresql://postgres@{host}:{PORT}/{dbname}")
+    }
+
+    /// The pooler's process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The socket lies in a directory that is ours alone: whoever answers there is our child.
+    async fn wait_until_it_answers(&mut self) {
+        let socket = self.dir.path().join(format!(".s.PGSQL.{PORT}"));
+        for _ in 0..2_000 {
+            if UnixStream::connect(&socket).await.is_ok() {
+                return;
+            }
+            if let Some(status) = self.child.try_wait().expect("PgBouncer's state") {
+                let log = std::fs::read_to_string(self.dir.path().join("pgbouncer.log")).unwrap_or_default();
+                panic!("PgBouncer ended while starting ({status}): {log}");
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        panic!("PgBouncer did not answer on {}", socket.display());
+    }
+}
+
+impl Drop for Bouncer {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}

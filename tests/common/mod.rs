@@ -1,0 +1,36 @@
+//! Fixtures of the tests that need a real PostgreSQL.
+//!
+//! The rule: one server per test binary, one database per test. A database is the unit that advisory locks, NOTIFY and catalogs
+//! share, so tests that have one each cannot see one another and run in parallel; a server each would cost a second per test.
+//!
+//! ```ignore
+//! mod common;
+//!
+//! #[tokio::test]
+//! async fn a_row_is_claimed_once() {
+//!     let db = common::database().await;
+//!     let client = db.connect().await;
+//!     let pump = WorkPump::builder(db.url());
+//! }
+//! ```
+//!
+//! A test that stops or kills the server takes one of its own: [`PrivateServer`]. Settings: `common::server_with(&[…])`.
+#![allow(
+    dead_code,
+    unused_imports,
+    unreachable_pub,
+    reason = "each test binary uses its own part of the fixtures"
+)]
+
+pub mod bouncer;
+pub mod server;
+
+pub use bouncer::Bouncer;
+pub use server::{Database, PrivateServer, connect, database, empty_database, server_with, shared};
+
+/// How long the long tests run: 1 in CI, 10 for the figures that are published (`WORKPUMP_TEST_SCALE`).
+pub fn scale() -> u32 {
+    let value = std::env::var("WORKPUMP_TEST_SCALE").unwrap_or_else(|_| "1".to_owned());
+    let scale = value.parse().ok().filter(|scale| *scale > 0);
+    scale.unwrap_or_else(|| panic!("WORKPUMP_TEST_SCALE must be a whole number from 1, not {value:?}"))
+}
