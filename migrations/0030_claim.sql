@@ -102,13 +102,13 @@ language sql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
         order by a.stream_id for update of a skip locked))
 $wh$;
 
-do $make$
+do $wh_make$
 declare
     -- {x} suffix, {category} name, {t} table, {key} key column, {done} done column, {lane} second order column or '', {ord} order key,
     -- {eq(a,b)} table row a has the order key of (b.stream_id, b.lane), {same(a,b)} two table rows have the same order key,
     -- {free(c,h)} nothing held blocks the order key of c
     -- before h.seq, {beyond(a,s,l)} order key of a comes after (s, l), {upto(a,s,l)} is not after it, {bytes(a)} size of a body, {columns} the result
-    c_template constant text := $template$
+    c_template constant text := $wh_template$
 
 create function @schema@.wh_promote_{x}(p_now timestamptz, p_since timestamptz, p_limit int) returns int
 language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
@@ -398,7 +398,7 @@ begin
         'whole', case when v_whole then clock_timestamp() + greatest(interval '1 second', 1000 * (clock_timestamp() - v_now))
                       else (v_mark ->> 'whole')::timestamptz end)::text, false);
 end $wh$;
-$template$;
+$wh_template$;
     v_kind record;
     v_sql  text;
 begin
@@ -448,7 +448,7 @@ begin
         v_sql := replace(v_sql, '{schema}', quote_ident(@schema_text@));
         execute v_sql;
     end loop;
-end $make$;
+end $wh_make$;
 
 -- Leases up to p_max_rows rows to a member and returns them with their bodies; order of the result within a stream is by seq.
 -- Each category gets an equal share first, so that none starves another, and then what the others left over.

@@ -6,9 +6,9 @@ create function @schema@.wh_retry_delay(p_attempts bigint, p_base_seconds int de
 language sql immutable parallel safe
 return make_interval(secs => least(p_base_seconds * 2 ^ least(greatest(p_attempts, 1) - 1, 10), p_max_seconds));
 
-do $make$
+do $wh_make$
 declare
-    c_template constant text := $template$
+    c_template constant text := $wh_template$
 
 -- Settles rows of one category and returns the ids that no longer belong to the claim. p_verdicts null: all complete.
 create function @schema@.wh_settle_{x}(
@@ -112,7 +112,7 @@ begin
         return query select i.id from unnest(p_ids) as i (id) where i.id <> all (v_done);
     end if;
 end $wh$;
-$template$;
+$wh_template$;
     v_kind record;
     v_sql  text;
 begin
@@ -143,7 +143,7 @@ begin
         v_sql := replace(v_sql, '{schema}', quote_ident(@schema_text@));
         execute v_sql;
     end loop;
-end $make$;
+end $wh_make$;
 
 -- Settles a whole flush in one transaction. Element i of every array is about the same row; p_verdicts holds complete, retry, release or
 -- dead_letter, and null in its place means that all are complete. Returns the rows that no longer belong to the claim: nothing was

@@ -1,8 +1,8 @@
 -- Renewing, handing back what nobody holds, and knowing what comes due next.
 
-do $make$
+do $wh_make$
 declare
-    c_template constant text := $template$
+    c_template constant text := $wh_template$
 
 -- Extends leases that are still held by this claim and have not run out. All rows of a call get one expiry, so a run stays whole. A row
 -- that somebody else has locked comes back with a null expiry: not lost, ask again. A row that does not come back is lost.
@@ -66,7 +66,7 @@ language sql stable set search_path = pg_catalog, @schema@, pg_temp as $wh$
                  (select p.claimable_at from {t} p where p.{done} is null and p.claimable_at is not null and p.instance_id is null
                   order by p.instance_id, p.claimable_at limit 1))
 $wh$;
-$template$;
+$wh_template$;
     v_kind record;
     v_sql  text;
 begin
@@ -81,7 +81,7 @@ begin
         v_sql := replace(v_sql, '{schema}', quote_ident(@schema_text@));
         execute v_sql;
     end loop;
-end $make$;
+end $wh_make$;
 
 -- What the pump uses: fenced, all four categories.
 create function @schema@.renew_claims(p_category text, p_instance_id uuid, p_ids uuid[], p_epochs bigint[], p_lease_seconds int default 300)

@@ -2,3 +2,30 @@
 
 #[cfg(feature = "embedded")]
 pub mod embedded;
+
+pub mod config;
+mod connect;
+mod enqueue;
+mod error;
+mod handler;
+mod json;
+mod pg;
+mod pump;
+mod runtime;
+mod status;
+
+pub use connect::connect;
+pub use enqueue::{Enqueued, EnqueueError, InvalidMessage, NewInbox, NewOutbox, Producer, Stored};
+pub use error::Error;
+pub use handler::{Context, Handler, Outcome, OutboxMessage, Publisher};
+pub use json::JsonError;
+pub use pg::migrate::{MigrateError, Migrated, migrate};
+pub use pg::schema_name::BadSchemaName;
+pub use pump::{Builder, WorkPump};
+pub use status::{CategoryStatus, InstanceStatus, Status, status};
+pub use workpump_actors as engine;
+pub use workpump_actors::message::{Account, GateChanged, RequestImmediatePoll};
+pub use workpump_actors::options::Options;
+pub use workpump_actors::runner::{Failure, Job, Runner};
+pub use workpump_actors::tree::{DrainReport, Engine};
+pub use workpump_actors::work::{Category, FailureReason};

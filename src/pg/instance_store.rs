@@ -14,8 +14,8 @@ use workpump_actors::instance::InstanceId;
 use workpump_actors::port::{Beat, BeatAnswer, InstanceStore, PortFuture, StoreError};
 
 use super::fault::store_error;
-use super::migrate::{self, SchemaState};
-use super::schema::Schema;
+use super::migrate::{self, MigrateError, SchemaState};
+use super::schema_name::SchemaName;
 use super::session::Session;
 use super::statement::instance as statement;
 
@@ -24,7 +24,7 @@ const BEAT_DEADLINE: Duration = Duration::from_secs(10);
 
 /// [`InstanceStore`] on PostgreSQL.
 pub(crate) struct PgInstanceStore {
-    schema: Schema,
+    schema: SchemaName,
     beat: String,
     deregister: String,
     direct: Config,
@@ -32,7 +32,7 @@ pub(crate) struct PgInstanceStore {
 }
 
 impl PgInstanceStore {
-    pub(crate) fn new(schema: &Schema, direct: Config) -> Self {
+    pub(crate) fn new(schema: &SchemaName, direct: Config) -> Self {
         Self {
             schema: schema.clone(),
             beat: statement::beat(schema),
@@ -107,12 +107,16 @@ impl InstanceStore for PgInstanceStore {
         async move {
             let nobody = InstanceId(uuid::Uuid::nil());
             let state = self
-                .with_session(nobody, async |session: &Session| migrate::schema_state(&session.client, self.schema.name()).await)
+                .with_session(nobody, async |session: &Session| {
+                    Ok(migrate::schema_state(&session.client, self.schema.as_str()).await)
+                })
                 .await?;
-            match state {
+            match state.map_err(|error| schema_error(error, nobody))? {
                 SchemaState::Missing | SchemaState::Behind { .. } => Ok(false),
                 SchemaState::Current | SchemaState::Ahead { .. } => Ok(true),
-                state @ SchemaState::NeedsNewerLibrary { .. } => Err(StoreError::Schema(state.to_string())),
+                SchemaState::NeedsNewerLibrary { required, .. } => {
+                    Err(StoreError::Schema(format!("it needs workpump {required} or newer: upgrade this program")))
+                }
             }
         }
         .boxed()
@@ -131,5 +135,12 @@ impl InstanceStore for PgInstanceStore {
             .map(drop)
         }
         .boxed()
+    }
+}
+
+fn schema_error(error: MigrateError, instance: InstanceId) -> StoreError {
+    match error {
+        MigrateError::Database { source, .. } => store_error(&source, instance),
+        other => StoreError::Schema(other.to_string()),
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! | file | concern |
 //! |---|---|
-//! | `schema.rs` | the schema's name, checked and quoted |
+//! | `schema_name.rs` | the schema's name, checked and quoted |
 //! | `session.rs` | sessions, who drives them, what they may wait for |
 //! | `statement/` | every SQL text |
 //! | `row.rs`, `fault.rs` | columns and errors to values |
@@ -13,7 +13,7 @@ pub(crate) mod fault;
 pub(crate) mod instance_store;
 pub(crate) mod migrate;
 pub(crate) mod row;
-pub(crate) mod schema;
+pub(crate) mod schema_name;
 pub(crate) mod session;
 pub(crate) mod statement;
 pub(crate) mod work_store;

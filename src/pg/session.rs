@@ -8,7 +8,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use tokio::runtime::{Builder, Handle, Runtime};
 use tokio_postgres::{AsyncMessage, Client, Config, NoTls, Socket, tls::NoTlsStream};
 use tracing::{debug, info};
 
@@ -17,28 +16,6 @@ const STATEMENT_TIMEOUT: Duration = Duration::from_secs(20);
 /// The client's own limit for one call.
 pub(crate) const CALL_DEADLINE: Duration = Duration::from_secs(25);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// The runtime that drives the pump's connections. Ends in the background when dropped, from whatever context.
-#[derive(Debug)]
-pub(crate) struct DbIo(Option<Runtime>);
-
-impl DbIo {
-    pub(crate) fn start() -> std::io::Result<Self> {
-        Builder::new_multi_thread().worker_threads(1).thread_name("workpump-db-io").enable_all().build().map(|r| Self(Some(r)))
-    }
-
-    pub(crate) fn handle(&self) -> Handle {
-        self.0.as_ref().map_or_else(Handle::current, |runtime| runtime.handle().clone())
-    }
-}
-
-impl Drop for DbIo {
-    fn drop(&mut self) {
-        if let Some(runtime) = self.0.take() {
-            runtime.shutdown_background();
-        }
-    }
-}
 
 /// One session of the pump's own.
 #[derive(Debug)]

@@ -21,7 +21,7 @@ use workpump_actors::work::{ClaimEpoch, WorkKey};
 
 use super::fault::{describe, store_error};
 use super::row;
-use super::schema::Schema;
+use super::schema_name::SchemaName;
 use super::session::{CALL_DEADLINE, Session};
 use super::statement::work as statement;
 
@@ -47,7 +47,7 @@ pub(crate) struct PgWorkStore {
 
 impl PgWorkStore {
     /// Opens nothing yet: sessions come with the first call.
-    pub(crate) fn new(schema: &Schema, pooled: Config, direct: Config, io: Handle, keep_completed: bool) -> Self {
+    pub(crate) fn new(schema: &SchemaName, pooled: Config, direct: Config, io: Handle, keep_completed: bool) -> Self {
         let manager = Manager { inner: PostgresConnectionManager::new(pooled, NoTls), io: io.clone() };
         let pool = Pool::builder()
             .max_size(POOL_SIZE)

@@ -1,15 +1,15 @@
 //! Membership.
 
-use crate::pg::schema::Schema;
+use crate::pg::schema_name::SchemaName;
 
 /// One heartbeat; false = evicted.
 ///
 /// `$1` instance, `$2` service, `$3` host, `$4` process, `$5` metadata, `$6` declared interval, `$7` lock declared, `$8` accepts work.
-pub(crate) fn beat(schema: &Schema) -> String {
-    format!("SELECT {}.record_heartbeat($1, $2, $3, $4, $5, $6, $7, $8)", schema.quoted())
+pub(crate) fn beat(schema: &SchemaName) -> String {
+    format!("SELECT {}.record_heartbeat($1, $2, $3, $4, $5, $6, $7, $8)", schema.identifier())
 }
 
 /// A graceful leave. `$1` instance.
-pub(crate) fn deregister(schema: &Schema) -> String {
-    format!("SELECT {}.deregister_instance($1)::text", schema.quoted())
+pub(crate) fn deregister(schema: &SchemaName) -> String {
+    format!("SELECT {}.deregister_instance($1)::text", schema.identifier())
 }

@@ -5,5 +5,6 @@
 
 pub(crate) mod enqueue;
 pub(crate) mod instance;
+pub(crate) mod migrate;
 pub(crate) mod status;
 pub(crate) mod work;

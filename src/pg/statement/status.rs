@@ -1,10 +1,10 @@
 //! What operators look at. Counts use the same predicates as claiming does.
 
-use crate::pg::schema::Schema;
+use crate::pg::schema_name::SchemaName;
 
 /// The members, with the age of their heartbeats and what they lease.
-pub(crate) fn instances(schema: &Schema) -> String {
-    let schema = schema.quoted();
+pub(crate) fn instances(schema: &SchemaName) -> String {
+    let schema = schema.identifier();
     format!(
         "SELECT i.instance_id, i.service_name, i.host_name, i.process_id, \
                 extract(epoch FROM clock_timestamp() - i.last_heartbeat_at)::float8, i.heartbeat_interval_seconds, i.lock_declared, \
@@ -23,8 +23,8 @@ pub(crate) fn instances(schema: &Schema) -> String {
 }
 
 /// Depth of each category: waiting now, leased, parked, dead-lettered, and the age of the oldest unfinished row.
-pub(crate) fn categories(schema: &Schema) -> String {
-    let schema = schema.quoted();
+pub(crate) fn categories(schema: &SchemaName) -> String {
+    let schema = schema.identifier();
     let part = |category: &str, table: &str, done: &str, created: &str| {
         format!(
             "SELECT '{category}', count(*) FILTER (WHERE claimable_at IS NULL), \

@@ -1,15 +1,15 @@
 //! Claiming and settling.
 
-use crate::pg::schema::Schema;
+use crate::pg::schema_name::SchemaName;
 
 /// Leases rows and returns them with their bodies.
 ///
 /// `$1` instance, `$2` rows at most, `$3` lease in seconds, `$4` partition count, `$5` categories, `$6` run length, `$7` bytes at most.
-pub(crate) fn claim(schema: &Schema) -> String {
+pub(crate) fn claim(schema: &SchemaName) -> String {
     format!(
         "SELECT category, work_id, stream_id, partition_number, claim_epoch, attempts, crash_count, lease_expiry, seq, name, \
          message_type, event_id, payload, metadata FROM {}.claim_work($1, $2, $3, $4, $5, $6, $7)",
-        schema.quoted()
+        schema.identifier()
     )
 }
 
@@ -17,19 +17,19 @@ pub(crate) fn claim(schema: &Schema) -> String {
 ///
 /// `$1` instance, then arrays: `$2` categories, `$3` ids, `$4` epochs, `$5` verdicts, `$6` pauses in milliseconds, `$7` reasons,
 /// `$8` errors; `$9` keep completed rows.
-pub(crate) fn settle(schema: &Schema) -> String {
-    format!("SELECT category, work_id FROM {}.settle_work($1, $2, $3, $4, $5, $6, $7, $8, $9)", schema.quoted())
+pub(crate) fn settle(schema: &SchemaName) -> String {
+    format!("SELECT category, work_id FROM {}.settle_work($1, $2, $3, $4, $5, $6, $7, $8, $9)", schema.identifier())
 }
 
 /// Hands back up to 1 000 rows that are leased to `$1` and not among `$2` (ids) with `$3` (epochs).
-pub(crate) fn release_unheld(schema: &Schema) -> String {
-    format!("SELECT {}.release_unheld($1, $2, $3)", schema.quoted())
+pub(crate) fn release_unheld(schema: &SchemaName) -> String {
+    format!("SELECT {}.release_unheld($1, $2, $3)", schema.identifier())
 }
 
 /// Milliseconds until the next row becomes claimable by time alone, or null. `$1` instance.
-pub(crate) fn next_claimable(schema: &Schema) -> String {
+pub(crate) fn next_claimable(schema: &SchemaName) -> String {
     format!(
         "SELECT ceil(extract(epoch FROM {}.next_claimable_at($1) - clock_timestamp()) * 1000)::bigint",
-        schema.quoted()
+        schema.identifier()
     )
 }

@@ -1,0 +1,27 @@
+//! From a URL to a session, for tools that need one of their own.
+
+use std::str::FromStr;
+
+use tokio_postgres::{Client, Config};
+
+use crate::error::Error;
+use crate::pg::session::{Session, prepare};
+
+/// Reads a URL. The parser's words are passed on, the URL is not: it may hold a password.
+pub(crate) fn parse(which: &'static str, url: &str) -> Result<Config, Error> {
+    let config = Config::from_str(url).map_err(|error| {
+        let cause = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
+        Error::Url { which, cause }
+    })?;
+    if config.get_hosts().is_empty() && config.get_hostaddrs().is_empty() {
+        return Err(Error::Url { which, cause: "it names no host".to_owned() });
+    }
+    Ok(prepare(config))
+}
+
+/// Opens one session, driven by the current tokio runtime until the client is dropped.
+pub async fn connect(url: &str) -> Result<Client, Error> {
+    let config = parse("database", url)?;
+    let session = Session::open(&config).await.map_err(|error| Error::connect(&error))?;
+    Ok(session.client)
+}

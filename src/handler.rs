@@ -1,0 +1,238 @@
+//! User code: publishers for the outbox, handlers for the inbox, and how they become the engine's runners.
+//!
+//! The rule: user code sees typed messages and answers with a verdict; it never sees a lease or a lock. What it wrote outside the
+//! database may happen again (at least once); the token `(message_id, claim_epoch)` lets other systems tell.
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+use serde::de::DeserializeOwned;
+use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
+use workpump_actors::runner::{Failure, Job, Runner};
+use workpump_actors::work::FailureReason;
+
+/// One message to publish.
+#[derive(Debug, Clone)]
+pub struct OutboxMessage {
+    /// Its id: the same at every attempt, so the key by which receivers recognise a repetition.
+    pub message_id: Uuid,
+    /// The stream it is ordered in, if any.
+    pub stream_id: Option<Uuid>,
+    /// Its type.
+    pub message_type: Arc<str>,
+    /// Where it should go, if the producer said so.
+    pub destination: Option<Arc<str>>,
+    /// The instance that publishes it now.
+    pub instance_id: Uuid,
+    /// Grows with every claim: of two publications of one message, the one with the higher epoch is the later.
+    pub claim_epoch: i64,
+    /// Claims so far, this one included.
+    pub attempts: u32,
+    /// The payload, as JSON text.
+    pub payload: Bytes,
+    /// The metadata, as JSON text, if any.
+    pub metadata: Option<Bytes>,
+    /// Fires when the lease is about to end: whatever is published later may be published again by another instance.
+    pub cancel: CancellationToken,
+}
+
+impl OutboxMessage {
+    /// The payload as a value of type `T`.
+    pub fn decode<T: DeserializeOwned>(&self) -> Result<T, Failure> {
+        decode(&self.payload)
+    }
+}
+
+impl From<Job> for OutboxMessage {
+    fn from(job: Job) -> Self {
+        Self {
+            message_id: job.work.key.id.0,
+            stream_id: job.work.stream_id,
+            message_type: job.work.message_type.unwrap_or_default(),
+            destination: job.work.name,
+            instance_id: job.instance.0,
+            claim_epoch: job.work.epoch.0,
+            attempts: job.work.attempts,
+            payload: job.work.payload,
+            metadata: job.work.metadata,
+            cancel: job.cancel,
+        }
+    }
+}
+
+/// What became of one message.
+pub type Outcome = Result<(), Failure>;
+
+/// Sends messages of the outbox to wherever they belong.
+///
+/// [`Publisher::publish_one`] is enough. When the transport takes many messages at once, say so with [`Publisher::max_batch`] and write
+/// [`Publisher::publish`] too.
+pub trait Publisher: Send + Sync + 'static {
+    /// Publishes one message. An error is a failed attempt: the message, and what follows it in its stream, comes again.
+    fn publish_one(&self, message: &OutboxMessage) -> impl Future<Output = Outcome> + Send;
+
+    /// Publishes many messages and answers for each, in the same order. Messages of one stream are in order; what follows a failed
+    /// message of its stream counts as not published, whatever is answered for it. The default publishes them one after another and
+    /// leaves a stream alone after its first failure.
+    fn publish(&self, batch: &[OutboxMessage]) -> impl Future<Output = Vec<Outcome>> + Send {
+        async move {
+            let mut stopped: Vec<Uuid> = Vec::new();
+            let mut answers = Vec::with_capacity(batch.len());
+            for message in batch {
+                if message.stream_id.is_some_and(|stream| stopped.contains(&stream)) {
+                    answers.push(Err(Failure::retry("not published: an earlier message of the stream failed")));
+                    continue;
+                }
+                let answer = self.publish_one(message).await;
+                if let (Err(_), Some(stream)) = (&answer, message.stream_id) {
+                    stopped.push(stream);
+                }
+                answers.push(answer);
+            }
+            answers
+        }
+    }
+
+    /// Messages per call of [`Publisher::publish`] at most. Default 1: every message by itself, many at the same time.
+    fn max_batch(&self) -> usize {
+        1
+    }
+}
+
+/// A [`Publisher`] as the engine runs it.
+pub(crate) struct PublisherRunner<P>(pub(crate) Arc<P>);
+
+impl<P: Publisher> Runner for PublisherRunner<P> {
+    fn max_batch(&self) -> usize {
+        self.0.max_batch()
+    }
+
+    fn run(&self, job: Job) -> BoxFuture<'static, Result<(), Failure>> {
+        let publisher = Arc::clone(&self.0);
+        async move { publisher.publish_one(&job.into()).await }.boxed()
+    }
+
+    fn run_batch(&self, jobs: Vec<Job>) -> BoxFuture<'static, Vec<Result<(), Failure>>> {
+        let publisher = Arc::clone(&self.0);
+        async move {
+            let batch: Vec<OutboxMessage> = jobs.into_iter().map(OutboxMessage::from).collect();
+            publisher.publish(&batch).await
+        }
+        .boxed()
+    }
+}
+
+/// What a handler may know about the message in its hands.
+#[derive(Debug)]
+pub struct Context<'a> {
+    job: &'a Job,
+}
+
+impl Context<'_> {
+    /// The message's id: the same at every attempt.
+    pub fn message_id(&self) -> Uuid {
+        self.job.work.key.id.0
+    }
+
+    /// The stream it is ordered in, if any.
+    pub fn stream_id(&self) -> Option<Uuid> {
+        self.job.work.stream_id
+    }
+
+    /// Grows with every claim; with the message id, the token for systems that can refuse a late repetition.
+    pub fn claim_epoch(&self) -> i64 {
+        self.job.work.epoch.0
+    }
+
+    /// Claims so far, this one included.
+    pub fn attempts(&self) -> u32 {
+        self.job.work.attempts
+    }
+
+    /// The message's type.
+    pub fn message_type(&self) -> &str {
+        self.job.work.message_type.as_deref().unwrap_or_default()
+    }
+
+    /// The metadata as a value of type `T`; `None` when there is none.
+    pub fn metadata<T: DeserializeOwned>(&self) -> Result<Option<T>, Failure> {
+        self.job.work.metadata.as_ref().map(decode).transpose()
+    }
+
+    /// Fires when the lease is about to end or is lost. From then on nothing this handler reports counts.
+    pub fn cancellation(&self) -> &CancellationToken {
+        &self.job.cancel
+    }
+}
+
+/// Handles messages of one type.
+pub trait Handler<M>: Send + Sync + 'static {
+    /// Handles one message. `Ok` completes it; an error is a failed attempt; a panic too.
+    fn handle(&self, cx: &mut Context<'_>, message: M) -> impl Future<Output = Result<(), Failure>> + Send;
+}
+
+/// A handler whose message type is hidden.
+trait AnyHandler: Send + Sync + 'static {
+    fn run(self: Arc<Self>, job: Job) -> BoxFuture<'static, Result<(), Failure>>;
+}
+
+struct Typed<M, H> {
+    handler: H,
+    message: PhantomData<fn(M)>,
+}
+
+impl<M: DeserializeOwned + Send + 'static, H: Handler<M>> AnyHandler for Typed<M, H> {
+    fn run(self: Arc<Self>, job: Job) -> BoxFuture<'static, Result<(), Failure>> {
+        async move {
+            let message: M = decode(&job.work.payload)?;
+            self.handler.handle(&mut Context { job: &job }, message).await
+        }
+        .boxed()
+    }
+}
+
+/// The inbox handlers by message type, as the engine runs them.
+#[derive(Default)]
+pub(crate) struct Handlers(HashMap<String, Arc<dyn AnyHandler>>);
+
+impl Handlers {
+    /// Adds a handler; false when the type has one already.
+    pub(crate) fn add<M, H>(&mut self, message_type: String, handler: H) -> bool
+    where
+        M: DeserializeOwned + Send + 'static,
+        H: Handler<M>,
+    {
+        self.0.insert(message_type, Arc::new(Typed { handler, message: PhantomData })).is_none()
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+impl Runner for Handlers {
+    fn run(&self, job: Job) -> BoxFuture<'static, Result<(), Failure>> {
+        let message_type = job.work.message_type.as_deref().unwrap_or_default();
+        if let Some(handler) = self.0.get(message_type) {
+            return Arc::clone(handler).run(job);
+        }
+        let mut known: Vec<&str> = self.0.keys().map(String::as_str).collect();
+        known.sort_unstable();
+        let error = format!("no handler for message type {message_type:?}; this instance handles {}", known.join(", "));
+        std::future::ready(Err(undecodable(error))).boxed()
+    }
+}
+
+fn decode<T: DeserializeOwned>(json: &Bytes) -> Result<T, Failure> {
+    serde_json::from_slice(json).map_err(|error| undecodable(format!("the body does not fit its type: {error}")))
+}
+
+fn undecodable(error: String) -> Failure {
+    Failure::Retry { after: None, reason: FailureReason::Serialization, error }
+}

@@ -1,0 +1,264 @@
+//! The pump: build it, start it, wake it, drain it.
+//!
+//! The rule: what cannot work is refused by [`Builder::start`] with an error that names it, and what has started stops cleanly, in
+//! reverse, by [`WorkPump::drain`]. The failure this prevents: a service that looks healthy and moves nothing.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::de::DeserializeOwned;
+use tokio_postgres::Config;
+use workpump_actors::instance::{InstanceId, InstanceIdentity};
+use workpump_actors::message::Account;
+use workpump_actors::options::Options;
+use workpump_actors::runner::Runner;
+use workpump_actors::tree::{DrainReport, Engine, EngineParts};
+use workpump_actors::work::Category;
+
+use crate::connect::parse;
+use crate::enqueue::Producer;
+use crate::error::Error;
+use crate::handler::{Handler, Handlers, Publisher, PublisherRunner};
+use crate::pg::instance_store::PgInstanceStore;
+use crate::pg::migrate::{SchemaState, migrate_on, schema_state};
+use crate::pg::schema_name::SchemaName;
+use crate::pg::session::Session;
+use crate::pg::work_store::PgWorkStore;
+use crate::runtime::OwnRuntime;
+
+/// How long the first heartbeat may take before the start counts as failed.
+const START_DEADLINE: Duration = Duration::from_secs(30);
+
+/// What a pump is made of. Made by [`WorkPump::builder`].
+#[must_use = "a builder does nothing until it is started"]
+pub struct Builder {
+    database_url: String,
+    direct_url: Option<String>,
+    schema: String,
+    service_name: Option<String>,
+    options: Options,
+    migrate: bool,
+    runners: Vec<(Category, Arc<dyn Runner>)>,
+    handlers: Handlers,
+    twice: Option<String>,
+}
+
+impl std::fmt::Debug for Builder {
+    /// Without the URLs: they may hold passwords.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Builder").field("schema", &self.schema).field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+impl Builder {
+    /// A second URL that leads to the server itself, past any pooler: heartbeats and claims use it. Default: the database URL.
+    pub fn direct_url(mut self, url: impl Into<String>) -> Self {
+        self.direct_url = Some(url.into());
+        self
+    }
+
+    /// The schema of the pump's tables. Default `public`.
+    pub fn schema(mut self, schema: impl Into<String>) -> Self {
+        self.schema = schema.into();
+        self
+    }
+
+    /// The service's name, as peers and operators see it. Default: the program's.
+    pub fn service_name(mut self, name: impl Into<String>) -> Self {
+        self.service_name = Some(name.into());
+        self
+    }
+
+    /// All options. Default: [`Options::default`]; see [`crate::config`] for files and the environment.
+    pub fn options(mut self, options: Options) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// Bring the schema up to date at start. Default false: then a schema that is missing or behind is an error.
+    pub fn migrate(mut self, migrate: bool) -> Self {
+        self.migrate = migrate;
+        self
+    }
+
+    /// Publishes the outbox. Without a publisher its rows are left to others.
+    pub fn publisher(self, publisher: impl Publisher) -> Self {
+        self.runner(Category::Outbox, PublisherRunner(Arc::new(publisher)))
+    }
+
+    /// Handles inbox messages of one type. Once one type has a handler, this instance claims inbox rows of every type.
+    pub fn handler<M, H>(mut self, message_type: impl Into<String>, handler: H) -> Self
+    where
+        M: DeserializeOwned + Send + 'static,
+        H: Handler<M>,
+    {
+        let message_type = message_type.into();
+        if !self.handlers.add(message_type.clone(), handler) {
+            self.twice = Some(format!("handlers for message type {message_type:?}"));
+        }
+        self
+    }
+
+    /// Runs the rows of a category by code that sees bytes: the seam below publishers and handlers.
+    pub fn runner(mut self, category: Category, runner: impl Runner) -> Self {
+        if self.runners.iter().any(|(taken, _)| *taken == category) {
+            self.twice = Some(format!("runners for category {category}"));
+        }
+        self.runners.push((category, Arc::new(runner)));
+        self
+    }
+
+    /// Checks everything, joins the members, and starts to claim. Works from any runtime, and from a plain thread through any executor.
+    pub async fn start(mut self) -> Result<WorkPump, Error> {
+        self.options.validate()?;
+        let schema = SchemaName::new(&self.schema)?;
+        let pooled = parse("database", &self.database_url)?;
+        let direct = self.direct_url.as_deref().map_or_else(|| Ok(pooled.clone()), |url| parse("direct", url))?;
+        self.collect_runners()?;
+
+        // One thread is enough to move bytes; it must only never be busy with anything else.
+        let io = OwnRuntime::start("workpump-db-io", 1)?;
+        self.check_schema(&io, &direct).await?;
+
+        let identity = self.identity();
+        let instance = identity.id;
+        let handlers = OwnRuntime::start("workpump-handler", handler_threads(&self.options))?;
+        let keep = self.options.settle.keep_completed;
+        let work = Arc::new(PgWorkStore::new(&schema, pooled, direct.clone(), io.handle(), keep));
+        let engine = Engine::start(EngineParts {
+            options: self.options,
+            identity,
+            work,
+            instances: Arc::new(PgInstanceStore::new(&schema, direct)),
+            runners: self.runners,
+            handlers: handlers.handle(),
+            start_deadline: START_DEADLINE,
+        })
+        .await?;
+        Ok(WorkPump { engine, instance, producer: Producer::new(&self.schema)?, _handlers: handlers, _io: io })
+    }
+
+    fn collect_runners(&mut self) -> Result<(), Error> {
+        if !self.handlers.is_empty() {
+            if self.runners.iter().any(|(taken, _)| *taken == Category::Inbox) {
+                self.twice = Some("runners for category inbox".to_owned());
+            }
+            self.runners.push((Category::Inbox, Arc::new(std::mem::take(&mut self.handlers))));
+        }
+        match self.twice.take() {
+            Some(what) => Err(Error::Twice { what }),
+            None if self.runners.is_empty() => Err(Error::NothingToRun),
+            None => Ok(()),
+        }
+    }
+
+    async fn check_schema(&self, io: &OwnRuntime, direct: &Config) -> Result<(), Error> {
+        let (config, schema, may_migrate) = (direct.clone(), self.schema.clone(), self.migrate);
+        let checked = io.handle().spawn(async move {
+            let mut session = Session::open(&config).await.map_err(|error| Error::connect(&error))?;
+            if may_migrate {
+                migrate_on(&mut session.client, &schema).await?;
+            }
+            match schema_state(&session.client, &schema).await? {
+                SchemaState::Current | SchemaState::Ahead { .. } => Ok(()),
+                _ => Err(Error::NotMigrated { schema }),
+            }
+        });
+        checked.await.map_err(|error| Error::Connect(error.to_string()))?
+    }
+
+    fn identity(&self) -> InstanceIdentity {
+        let program = || {
+            let path = std::env::current_exe().ok()?;
+            Some(path.file_stem()?.to_string_lossy().into_owned())
+        };
+        InstanceIdentity {
+            id: InstanceId::fresh(),
+            service_name: self.service_name.clone().or_else(program).unwrap_or_else(|| "workpump".to_owned()),
+            host_name: host_name(),
+            process_id: std::process::id().try_into().unwrap_or(i32::MAX),
+        }
+    }
+}
+
+fn host_name() -> String {
+    let from_system = || std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
+    let name = std::env::var("HOSTNAME").ok().or_else(from_system).unwrap_or_default();
+    let name = name.trim();
+    if name.is_empty() { "unknown".to_owned() } else { name.to_owned() }
+}
+
+/// Twice the cores and at least four: a handler that blocks its thread should not stop the others on a small machine.
+fn handler_threads(options: &Options) -> usize {
+    let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
+    options.dispatch.handler_threads.unwrap_or_else(|| (2 * cores).max(4))
+}
+
+/// A running pump. Drop it only after [`WorkPump::drain`]: what is in flight otherwise waits for its lease to end.
+pub struct WorkPump {
+    engine: Engine,
+    instance: InstanceId,
+    producer: Producer,
+    // Dropped last, in this order: handlers may still be running, and sessions serve the last settlements.
+    _handlers: OwnRuntime,
+    _io: OwnRuntime,
+}
+
+impl std::fmt::Debug for WorkPump {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("WorkPump").field("instance", &self.instance).field("ready", &self.is_ready()).finish_non_exhaustive()
+    }
+}
+
+impl WorkPump {
+    /// Begins a pump on this database. A URL in the form `postgresql://user:password@host:port/database`, or keywords and values.
+    pub fn builder(database_url: impl Into<String>) -> Builder {
+        Builder {
+            database_url: database_url.into(),
+            direct_url: None,
+            schema: "public".to_owned(),
+            service_name: None,
+            options: Options::default(),
+            migrate: false,
+            runners: Vec::new(),
+            handlers: Handlers::default(),
+            twice: None,
+        }
+    }
+
+    /// The id this pump is known by in `wh_service_instances`.
+    pub fn instance_id(&self) -> uuid::Uuid {
+        self.instance.0
+    }
+
+    /// Stores work in this pump's schema.
+    pub fn producer(&self) -> &Producer {
+        &self.producer
+    }
+
+    /// Claims at once, whatever the poll interval: call it after the commit of a transaction that stored work.
+    pub fn wake(&self) {
+        self.engine.request_immediate_poll();
+    }
+
+    /// False while the pump takes no work: evicted, fenced, or draining. For readiness checks.
+    pub fn is_ready(&self) -> bool {
+        self.engine.is_ready()
+    }
+
+    /// Accounts of all actors, each of itself: state, counters, last error, last success.
+    pub async fn observe(&self) -> Vec<Account> {
+        self.engine.observe().await
+    }
+
+    /// The addresses of the pump's actors, for [`actix::Addr::send`] and friends.
+    pub fn registry(&self) -> &Engine {
+        &self.engine
+    }
+
+    /// Stops in reverse: no more claims, unstarted rows handed back with their attempt refunded, running handlers awaited up to
+    /// `dispatch.drain_deadline_seconds`, the last results written, the member gone. A second call waits for the first.
+    pub async fn drain(&self) -> DrainReport {
+        self.engine.drain().await
+    }
+}

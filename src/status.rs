@@ -1,0 +1,119 @@
+//! What an operator sees: members, what they lease, and how deep the queues are.
+
+use serde::Serialize;
+use uuid::Uuid;
+
+use crate::connect::connect;
+use crate::error::Error;
+use crate::pg::migrate::{SchemaState, schema_state};
+use crate::pg::schema_name::SchemaName;
+use crate::pg::statement::status as statement;
+
+/// The state of a pump's tables at one moment.
+#[derive(Debug, Clone, Serialize)]
+pub struct Status {
+    /// The schema.
+    pub schema: String,
+    /// The members.
+    pub instances: Vec<InstanceStatus>,
+    /// The four categories.
+    pub categories: Vec<CategoryStatus>,
+}
+
+/// One member.
+#[derive(Debug, Clone, Serialize)]
+pub struct InstanceStatus {
+    /// Its id.
+    pub instance_id: Uuid,
+    /// The service it is embedded in.
+    pub service_name: String,
+    /// Its host.
+    pub host_name: String,
+    /// Its process.
+    pub process_id: i32,
+    /// Seconds since its last heartbeat, by the database clock.
+    pub heartbeat_age_seconds: f64,
+    /// The interval it declared.
+    pub heartbeat_interval_seconds: Option<i32>,
+    /// Whether its last heartbeat declared the alive-lock.
+    pub lock_declared: bool,
+    /// Whether work may be routed to it.
+    pub accepts_work: bool,
+    /// The state of its notify gate, as it reported it.
+    pub gate: String,
+    /// Whether it counts as alive, by the rule that evictions use.
+    pub alive: bool,
+    /// Rows it leases.
+    pub leases: i64,
+}
+
+/// One category.
+#[derive(Debug, Clone, Serialize)]
+pub struct CategoryStatus {
+    /// Its name.
+    pub category: String,
+    /// Rows that may be claimed now (those behind a blocked head of their stream included).
+    pub ready: i64,
+    /// Rows under a live lease.
+    pub leased: i64,
+    /// Rows that wait for their time.
+    pub scheduled: i64,
+    /// Rows whose time has come and that the next claim takes up: due schedules and expired leases.
+    pub due: i64,
+    /// Rows given up and not replayed.
+    pub dead_letters: i64,
+    /// Seconds since the oldest unfinished row was stored.
+    pub oldest_age_seconds: Option<f64>,
+}
+
+impl CategoryStatus {
+    /// Unfinished rows.
+    pub fn depth(&self) -> i64 {
+        self.ready + self.leased + self.scheduled + self.due
+    }
+}
+
+/// Reads the state of the pump's tables in `schema`.
+pub async fn status(url: &str, schema: &str) -> Result<Status, Error> {
+    let name = SchemaName::new(schema)?;
+    let client = connect(url).await?;
+    if matches!(schema_state(&client, schema).await?, SchemaState::Missing | SchemaState::Behind { .. }) {
+        return Err(Error::NotMigrated { schema: schema.to_owned() });
+    }
+    let read = async {
+        let instances = client.query_typed(&statement::instances(&name), &[]).await?;
+        let categories = client.query_typed(&statement::categories(&name), &[]).await?;
+        let instances = instances.iter().map(instance).collect::<Result<_, _>>()?;
+        let categories = categories.iter().map(category).collect::<Result<_, _>>()?;
+        Ok::<_, tokio_postgres::Error>(Status { schema: schema.to_owned(), instances, categories })
+    };
+    read.await.map_err(|error| Error::database(&error))
+}
+
+fn instance(row: &tokio_postgres::Row) -> Result<InstanceStatus, tokio_postgres::Error> {
+    Ok(InstanceStatus {
+        instance_id: row.try_get(0)?,
+        service_name: row.try_get(1)?,
+        host_name: row.try_get(2)?,
+        process_id: row.try_get(3)?,
+        heartbeat_age_seconds: row.try_get(4)?,
+        heartbeat_interval_seconds: row.try_get(5)?,
+        lock_declared: row.try_get(6)?,
+        accepts_work: row.try_get(7)?,
+        gate: row.try_get(8)?,
+        alive: row.try_get(9)?,
+        leases: row.try_get(10)?,
+    })
+}
+
+fn category(row: &tokio_postgres::Row) -> Result<CategoryStatus, tokio_postgres::Error> {
+    Ok(CategoryStatus {
+        category: row.try_get(0)?,
+        ready: row.try_get(1)?,
+        leased: row.try_get(2)?,
+        scheduled: row.try_get(3)?,
+        due: row.try_get(4)?,
+        dead_letters: row.try_get(5)?,
+        oldest_age_seconds: row.try_get(6)?,
+    })
+}
