@@ -2,3 +2,5 @@
 
 #[cfg(feature = "embedded")]
 pub mod embedded;
+
+pub mod pg;

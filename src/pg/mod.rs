@@ -1,0 +1,5 @@
+//! PostgreSQL: everything that knows SQL.
+
+pub mod migrate;
+pub(crate) mod schema_name;
+pub(crate) mod statement;

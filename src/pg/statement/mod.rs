@@ -1,0 +1,3 @@
+//! SQL text. No other place in the library holds any.
+
+pub(crate) mod migrate;
