@@ -1,10 +1,11 @@
 -- The tables. `@schema@` is replaced by the quoted schema name, `@schema_text@` by the same name as a literal, when the file is applied.
 --
--- Each of the four work tables carries the same lease block. Three indexes beside the key serve everything that moves rows:
+-- Each of the four work tables carries the same lease block. Four indexes beside the key serve everything that moves rows:
 --   fresh  (order key, seq) of rows that may be claimed now: unordered rows oldest first, streams by skip scan
---   held   (order key, seq) of rows that wait for a time (leased or parked): what blocks a stream
---   due    (instance_id, claimable_at) of the same rows: what has come due, and whose leases they are
--- A claim moves a row from `fresh` to `held` and `due`, so rows in flight are never read again by the next claim. That gives up
+--   leased (order key, seq) of rows somebody holds, and
+--   parked (order key, seq) of rows that wait for their time: the two things that block a stream, one probe each
+--   due    (instance_id, claimable_at) of both: what has come due, and whose leases they are
+-- A claim moves a row from `fresh` to `leased` and `due`, so rows in flight are never read again by the next claim. That gives up
 -- HOT updates; ARCHITECTURE.md has the measurement.
 
 -- compute_partition: the share of a stream, 0 <= result < count, total over all uuids. Null without a stream.
@@ -35,9 +36,14 @@ create table @schema@.wh_outbox (
     processed_at     timestamptz,
     check ((instance_id is null) = (lease_expiry is null))
 );
-create index wh_outbox_fresh on @schema@.wh_outbox (stream_id, seq) where processed_at is null and claimable_at is null;
-create index wh_outbox_held on @schema@.wh_outbox (stream_id, seq) where processed_at is null and claimable_at is not null and stream_id is not null;
-create index wh_outbox_due on @schema@.wh_outbox (instance_id, claimable_at) where processed_at is null and claimable_at is not null;
+create index wh_outbox_fresh on @schema@.wh_outbox (stream_id, seq)
+    where processed_at is null and claimable_at is null;
+create index wh_outbox_leased on @schema@.wh_outbox (stream_id, seq)
+    where processed_at is null and instance_id is not null and stream_id is not null;
+create index wh_outbox_parked on @schema@.wh_outbox (stream_id, seq)
+    where processed_at is null and instance_id is null and claimable_at is not null and stream_id is not null;
+create index wh_outbox_due on @schema@.wh_outbox (instance_id, claimable_at)
+    where processed_at is null and claimable_at is not null;
 
 create table @schema@.wh_inbox (
     message_id       uuid primary key default gen_random_uuid(),
@@ -61,9 +67,14 @@ create table @schema@.wh_inbox (
     processed_at     timestamptz,
     check ((instance_id is null) = (lease_expiry is null))
 );
-create index wh_inbox_fresh on @schema@.wh_inbox (stream_id, seq) where processed_at is null and claimable_at is null;
-create index wh_inbox_held on @schema@.wh_inbox (stream_id, seq) where processed_at is null and claimable_at is not null and stream_id is not null;
-create index wh_inbox_due on @schema@.wh_inbox (instance_id, claimable_at) where processed_at is null and claimable_at is not null;
+create index wh_inbox_fresh on @schema@.wh_inbox (stream_id, seq)
+    where processed_at is null and claimable_at is null;
+create index wh_inbox_leased on @schema@.wh_inbox (stream_id, seq)
+    where processed_at is null and instance_id is not null and stream_id is not null;
+create index wh_inbox_parked on @schema@.wh_inbox (stream_id, seq)
+    where processed_at is null and instance_id is null and claimable_at is not null and stream_id is not null;
+create index wh_inbox_due on @schema@.wh_inbox (instance_id, claimable_at)
+    where processed_at is null and claimable_at is not null;
 
 create table @schema@.wh_perspective_events (
     event_work_id    uuid primary key default gen_random_uuid(),
@@ -88,8 +99,10 @@ create table @schema@.wh_perspective_events (
 );
 create index wh_perspective_events_fresh on @schema@.wh_perspective_events (stream_id, perspective_name, seq)
     where processed_at is null and claimable_at is null;
-create index wh_perspective_events_held on @schema@.wh_perspective_events (stream_id, perspective_name, seq)
-    where processed_at is null and claimable_at is not null and stream_id is not null;
+create index wh_perspective_events_leased on @schema@.wh_perspective_events (stream_id, perspective_name, seq)
+    where processed_at is null and instance_id is not null and stream_id is not null;
+create index wh_perspective_events_parked on @schema@.wh_perspective_events (stream_id, perspective_name, seq)
+    where processed_at is null and instance_id is null and claimable_at is not null and stream_id is not null;
 create index wh_perspective_events_due on @schema@.wh_perspective_events (instance_id, claimable_at)
     where processed_at is null and claimable_at is not null;
 
@@ -116,8 +129,10 @@ create table @schema@.wh_receptor_processing (
 );
 create index wh_receptor_processing_fresh on @schema@.wh_receptor_processing (stream_id, receptor_name, seq)
     where completed_at is null and claimable_at is null;
-create index wh_receptor_processing_held on @schema@.wh_receptor_processing (stream_id, receptor_name, seq)
-    where completed_at is null and claimable_at is not null and stream_id is not null;
+create index wh_receptor_processing_leased on @schema@.wh_receptor_processing (stream_id, receptor_name, seq)
+    where completed_at is null and instance_id is not null and stream_id is not null;
+create index wh_receptor_processing_parked on @schema@.wh_receptor_processing (stream_id, receptor_name, seq)
+    where completed_at is null and instance_id is null and claimable_at is not null and stream_id is not null;
 create index wh_receptor_processing_due on @schema@.wh_receptor_processing (instance_id, claimable_at)
     where completed_at is null and claimable_at is not null;
 

@@ -32,6 +32,9 @@ macro_rules! migration {
 /// All migrations, oldest first.
 pub(crate) const MIGRATIONS: &[Migration] = &[
     migration!("0010_tables", "0.1.0"),
+    migration!("0030_claim", "0.1.0"),
+    migration!("0040_settle", "0.1.0"),
+    migration!("0045_renew", "0.1.0"),
     migration!("0050_heartbeat", "0.1.0"),
     migration!("0055_instance_alive_lock", "0.1.0"),
     migration!("0060_death_watch", "0.1.0"),
