@@ -74,7 +74,10 @@ begin
             and not exists (select 1 from @ns@.@table@ w
                 where @same_key@ and w.seq < h.seq and w.@done@ is null and w.claimable_at is null)
             and not exists (select 1 from @ns@.@table@ w
-                where @same_key@ and w.seq < h.seq and w.@done@ is null and w.claimable_at is not null and w.stream_id is not null))
+                where @same_key@ and w.seq < h.seq and w.@done@ is null and w.instance_id is not null and w.stream_id is not null)
+            and not exists (select 1 from @ns@.@table@ w
+                where @same_key@ and w.seq < h.seq and w.@done@ is null and w.instance_id is null and w.claimable_at is not null
+                    and w.stream_id is not null))
     into v_ids, v_crashed
     from held h;
     if v_ids is null then

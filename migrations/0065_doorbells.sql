@@ -99,15 +99,15 @@ begin
     return v_rung;
 end $wh$;
 
--- wh_affinity_key: 32 advisory keys that share out the streams for wh_note_streams.
+-- wh_affinity_key: 32 advisory keys that share out the streams for wh_add_streams.
 create function @schema@.wh_affinity_key(p_stream_id uuid) returns bigint
 language sql immutable parallel safe
 return pg_catalog.hashtextextended('workpump affinity ' || @schema_text@, @schema@.compute_partition(p_stream_id, 32));
 
--- wh_note_streams: gives new streams their affinity row, in stream order, and never waits: two producers that store new streams A, B and
+-- wh_add_streams: gives new streams their affinity row, in stream order, and never waits: two producers that store new streams A, B and
 -- B, A would deadlock on the key. Who does not get a stream's share of the key space skips it: a missing row only means routing by
 -- partition, and the next store tries again. Above READ COMMITTED a row committed meanwhile would fail the producer, so none is written.
-create function @schema@.wh_note_streams(p_stream_ids uuid[]) returns void
+create function @schema@.wh_add_streams(p_stream_ids uuid[]) returns void
 language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
 begin
     if current_setting('transaction_isolation') <> 'read committed' then
@@ -140,7 +140,7 @@ begin
     into v_streams, v_later, v_unordered
     from arrived n;
     if v_streams is not null or v_later is not null then
-        perform @schema@.wh_note_streams(v_streams || v_later);
+        perform @schema@.wh_add_streams(v_streams || v_later);
     end if;
     if (v_streams is null and v_unordered is not true)
         or lower(coalesce(current_setting('workpump.skip_doorbells', true), '')) in ('on', 'true', 'yes', '1')
