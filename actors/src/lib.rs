@@ -1,7 +1,47 @@
 //! The engine of [workpump](https://docs.rs/workpump): it knows rows, leases and time, and never SQL.
+//!
+//! Read the rooms downwards; each may use those above it.
+//!
+//! | room | holds |
+//! |---|---|
+//! | [`work`], [`instance`], [`options`] | what a row, an instance and a knob are |
+//! | [`port`], [`runner`] | what the engine needs from a database and from user code |
+//! | [`policy`] | pure decisions: when to poll, when to beat, when to flush, what a failure means |
+//! | [`delivery`] | one row in flight with its permit and its lease |
+//! | [`message`] | the whole vocabulary of the actors |
+//! | `lane` | runs rows on the handler runtime, one at a time per order key |
+//! | [`actor`] | the actors, thin: they wait, ask a policy, act |
+//! | [`registry`] | ordered start and stop of actors on threads of their own; knows nothing of the pump |
+//! | [`tree`] | the pump's tree; it alone names every actor |
+//!
+//! What is absent on purpose: a database, a wall clock, a global random generator, and any way for a message to carry capacity
+//! backwards. Capacity is a permit that returns by itself when a settlement was written and dropped.
 
 pub mod instance;
 pub mod options;
 pub mod port;
 pub mod runner;
 pub mod work;
+
+pub mod policy;
+
+pub mod delivery;
+pub mod message;
+
+mod lane;
+
+pub mod actor;
+pub mod registry;
+pub mod tree;
+
+#[cfg(feature = "testing")]
+pub mod testing;
+
+pub use tree::{DrainReport, Engine, EngineParts, StartError};
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Locks, whoever panicked before: every critical section in this crate leaves its data whole.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,525 @@
+//! Claiming: the only caller of `claim`.
+//!
+//! The rule: permits first, then at most as many rows as permits; one claim at a time; one deadline per cycle, ended early by any wake.
+//! The failures this prevents: leasing more than can start soon, waking a hundred times for one piece of news, and sleeping twice over.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use actix::prelude::*;
+use rand::rngs::SmallRng;
+use rand::{RngExt, SeedableRng};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use crate::delivery::{Delivery, InFlight, Lease};
+use crate::instance::{Gate, InstanceId};
+use crate::message::{
+    Account, BeatNow, Dispatch, Drain, Drained, Evicted, Fence, GateChanged, HandBack, Observe, Pause,
+    RequestImmediatePoll, Resume, Unfence,
+};
+use crate::options::Options;
+use crate::policy::lease::LeaseWindow;
+use crate::policy::poll::{PollCadence, Wait};
+use crate::port::{ClaimRequest, Claimed, StoreError, WorkStore};
+use crate::work::Category;
+
+use super::{Alarm, Health, now};
+
+/// Contended claims retried at once, in a row, before the cadence takes over.
+const QUICK_RETRIES: u32 = 3;
+
+/// What the claiming actor is made of.
+#[derive(Debug, Clone)]
+pub struct ClaimParts {
+    /// The knobs.
+    pub options: Options,
+    /// Who claims.
+    pub instance: InstanceId,
+    /// What somebody here can run; empty: nothing is ever claimed.
+    pub categories: Arc<[Category]>,
+    /// One permit per row in hand.
+    pub permits: Arc<Semaphore>,
+    /// What is held in this process.
+    pub in_flight: Arc<InFlight>,
+    /// Runs rows.
+    pub dispatch: Recipient<Dispatch>,
+    /// Takes rows back that shall not be run.
+    pub hand_back: Recipient<HandBack>,
+    /// Registers the instance again when the store does not know it.
+    pub beat_now: Recipient<BeatNow>,
+    /// Learns that this instance was evicted.
+    pub evicted: Recipient<Evicted>,
+    /// Seed of the jitter.
+    pub seed: u64,
+}
+
+/// Where the cycle stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// Not allowed to claim.
+    Parked,
+    /// Waiting for the alarm or a wake.
+    Sleeping,
+    /// Waiting for permits.
+    Gathering,
+    /// A claim is under way.
+    Claiming,
+    /// Asking when the next row is due.
+    Asking,
+}
+
+#[derive(Debug, Default)]
+struct Counters {
+    claims: u64,
+    rows: u64,
+    empty: u64,
+    startup_catch_up: u64,
+    reconnect_catch_up: u64,
+    recovered: u64,
+    handed_back: u64,
+}
+
+/// Claims rows and hands them on.
+pub struct ClaimActor {
+    parts: ClaimParts,
+    store: Arc<dyn WorkStore>,
+    cadence: PollCadence,
+    rng: SmallRng,
+    alarm: Alarm,
+    gathering: Option<SpawnHandle>,
+    health: Health,
+    counters: Counters,
+    phase: Phase,
+    gate: Gate,
+    was_down: bool,
+    fenced: bool,
+    paused: bool,
+    drain: Option<tokio::sync::oneshot::Sender<()>>,
+    over: bool,
+    wake: bool,
+    empty_polls: u32,
+    contended: u32,
+    due_misses: u32,
+    outcome_unknown: bool,
+}
+
+impl std::fmt::Debug for ClaimActor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ClaimActor").field("phase", &self.phase).finish_non_exhaustive()
+    }
+}
+
+impl Actor for ClaimActor {
+    type Context = Context<Self>;
+
+    fn started(&mut self, ctx: &mut Self::Context) {
+        self.step(ctx);
+    }
+}
+
+/// The answer of one claim, and when it was sent.
+type Answer = (std::time::Instant, Result<Claimed, StoreError>);
+
+impl ClaimActor {
+    /// Starts fenced: the first accepted heartbeat opens it.
+    pub fn new(parts: ClaimParts, store: Arc<dyn WorkStore>) -> Self {
+        Self {
+            cadence: PollCadence::new(&parts.options.claim),
+            rng: SmallRng::seed_from_u64(parts.seed),
+            parts,
+            store,
+            alarm: Alarm::default(),
+            gathering: None,
+            health: Health::default(),
+            counters: Counters::default(),
+            phase: Phase::Parked,
+            gate: Gate::default(),
+            was_down: false,
+            fenced: true,
+            paused: false,
+            drain: None,
+            over: false,
+            wake: true,
+            empty_polls: 0,
+            contended: 0,
+            due_misses: 0,
+            outcome_unknown: false,
+        }
+    }
+
+    fn may_claim(&self) -> bool {
+        self.parts.options.claim.enabled
+            && !self.parts.categories.is_empty()
+            && !self.fenced
+            && !self.paused
+            && !self.over
+    }
+
+    fn wake(&mut self, ctx: &mut Context<Self>) {
+        self.wake = true;
+        self.step(ctx);
+    }
+
+    /// Decides what is next, unless an operation is under way: its answer comes back here.
+    fn step(&mut self, ctx: &mut Context<Self>) {
+        match self.phase {
+            Phase::Claiming | Phase::Asking => {}
+            Phase::Gathering if self.may_claim() => {}
+            Phase::Parked | Phase::Sleeping | Phase::Gathering if !self.may_claim() => self.park(ctx),
+            Phase::Sleeping if !self.wake => {}
+            Phase::Parked | Phase::Sleeping | Phase::Gathering => self.gather(ctx),
+        }
+    }
+
+    fn park(&mut self, ctx: &mut Context<Self>) {
+        self.alarm.clear(ctx);
+        if let Some(gathering) = self.gathering.take() {
+            ctx.cancel_future(gathering);
+        }
+        self.phase = Phase::Parked;
+        if let Some(drained) = self.drain.take() {
+            // The tree may have given up on this drain; then nobody waits for the answer.
+            let _ = drained.send(());
+        }
+    }
+
+    /// Waits for permits. Wakes that come meanwhile are served by the claim that follows.
+    fn gather(&mut self, ctx: &mut Context<Self>) {
+        self.alarm.clear(ctx);
+        self.phase = Phase::Gathering;
+        let permits = Arc::clone(&self.parts.permits);
+        let most = self.parts.options.claim.max_streams_per_batch.max(1);
+        let gathered = async move {
+            let mut gathered = Arc::clone(&permits).acquire_owned().await.ok()?;
+            let more = (permits.available_permits() as u32).min(most - 1);
+            if more > 0
+                && let Ok(more) = permits.try_acquire_many_owned(more)
+            {
+                gathered.merge(more);
+            }
+            Some(gathered)
+        };
+        self.gathering = Some(ctx.spawn(gathered.into_actor(self).map(|permits, act, ctx| {
+            act.gathering = None;
+            match permits {
+                Some(permits) if act.may_claim() => act.claim(permits, ctx),
+                // Not allowed any more, or the semaphore was closed for good.
+                Some(_) | None => act.park(ctx),
+            }
+        })));
+    }
+
+    /// Sends one claim for as many rows as there are permits.
+    fn claim(&mut self, permits: OwnedSemaphorePermit, ctx: &mut Context<Self>) {
+        self.phase = Phase::Claiming;
+        self.wake = false;
+        self.counters.claims += 1;
+        let claim = &self.parts.options.claim;
+        let request = ClaimRequest {
+            instance: self.parts.instance,
+            max_rows: permits.num_permits() as u32,
+            max_bytes: u64::from(claim.max_batch_megabytes) << 20,
+            lease: claim.lease(),
+            partition_count: claim.partition_count,
+            stream_run: self.parts.options.dispatch.stream_run,
+            categories: Arc::clone(&self.parts.categories),
+        };
+        let recover = self.outcome_unknown.then(|| self.parts.in_flight.held());
+        let store = Arc::clone(&self.store);
+        let claimed = async move {
+            let mut recovered = None;
+            if let Some(held) = recover {
+                match store.release_unheld(request.instance, held).await {
+                    Ok(rows) => recovered = Some(rows),
+                    Err(error) => return (permits, None, (now(), Err(error))),
+                }
+            }
+            let sent_at = now();
+            let answer = store.claim(request).await;
+            (permits, recovered, (sent_at, answer))
+        };
+        ctx.spawn(claimed.into_actor(self).map(|(permits, recovered, answer), act, ctx| {
+            if let Some(rows) = recovered {
+                act.outcome_unknown = false;
+                act.counters.recovered += rows;
+            }
+            act.answered(permits, answer, ctx);
+        }));
+    }
+
+    fn answered(&mut self, permits: OwnedSemaphorePermit, answer: Answer, ctx: &mut Context<Self>) {
+        let (sent_at, result) = answer;
+        let asked = permits.num_permits();
+        let again = match result {
+            Ok(claimed) => self.take(permits, sent_at, claimed, asked),
+            Err(error) => {
+                drop(permits);
+                if self.fail(&error) {
+                    let pause = Duration::from_micros(self.rng.random_range(5_000..25_000));
+                    self.sleep(pause, ctx);
+                    return;
+                }
+                false
+            }
+        };
+        self.rest(again, ctx);
+    }
+
+    /// Takes claimed rows in hand. Returns whether to claim again at once.
+    fn take(
+        &mut self,
+        mut permits: OwnedSemaphorePermit,
+        sent_at: std::time::Instant,
+        claimed: Claimed,
+        asked: usize,
+    ) -> bool {
+        self.health.well();
+        self.contended = 0;
+        self.counters.startup_catch_up = 1;
+        let Claimed { works, has_more } = claimed;
+        let rows = works.len();
+        if rows == 0 {
+            self.empty_polls = self.empty_polls.saturating_add(1);
+            self.counters.empty += 1;
+            return false;
+        }
+        self.empty_polls = 0;
+        self.due_misses = 0;
+        self.counters.rows += rows as u64;
+        let lease = &self.parts.options;
+        let grace = Duration::from_secs(lease.lease_renewal.lease_grace_seconds.into());
+        let lease = Lease::new(LeaseWindow::new(sent_at, lease.claim.lease(), grace));
+        let mut deliveries = Vec::with_capacity(rows);
+        for work in works {
+            let Some(permit) = permits.split(1) else {
+                tracing::error!(asked, rows, "the store leased more rows than it was asked for");
+                self.outcome_unknown = true;
+                break;
+            };
+            deliveries.push(Delivery::new(work, permit, &self.parts.in_flight, &lease));
+        }
+        drop(permits);
+        if self.fenced || self.over {
+            self.counters.handed_back += deliveries.len() as u64;
+            self.parts.hand_back.do_send(HandBack { deliveries });
+        } else {
+            self.parts.dispatch.do_send(Dispatch { deliveries });
+        }
+        rows >= asked || has_more
+    }
+
+    /// Notes an error. Returns whether to try again almost at once.
+    fn fail(&mut self, error: &StoreError) -> bool {
+        if self.health.wrong(error) {
+            tracing::warn!(%error, in_a_row = self.health.in_a_row(), "claim failed");
+        }
+        if matches!(error, StoreError::Contended(_)) && self.contended < QUICK_RETRIES {
+            self.contended += 1;
+            return self.may_claim();
+        }
+        self.contended = 0;
+        self.empty_polls = self.empty_polls.saturating_add(1);
+        match error {
+            StoreError::Unavailable(_) => self.outcome_unknown = true,
+            StoreError::NotRegistered(_) => self.parts.beat_now.do_send(BeatNow),
+            StoreError::Evicted(instance) => {
+                self.fenced = true;
+                self.over = true;
+                self.parts.evicted.do_send(Evicted(*instance));
+            }
+            _ => {}
+        }
+        false
+    }
+
+    /// Waits for the next cycle as the cadence says.
+    fn rest(&mut self, again: bool, ctx: &mut Context<Self>) {
+        self.phase = Phase::Sleeping;
+        self.wake |= again;
+        if self.wake || !self.may_claim() {
+            return self.step(ctx);
+        }
+        match self.cadence.wait(self.gate, self.empty_polls) {
+            Wait::For(wait) => self.sleep(wait, ctx),
+            Wait::UntilSignal => self.ask_for_next_due(ctx),
+        }
+    }
+
+    fn sleep(&mut self, wait: Duration, ctx: &mut Context<Self>) {
+        self.phase = Phase::Sleeping;
+        if self.wake || !self.may_claim() {
+            return self.step(ctx);
+        }
+        self.alarm.set(ctx, wait, |act, ctx| {
+            act.alarm.rang();
+            act.wake(ctx);
+        });
+    }
+
+    /// Before a sleep without a timer: nothing else would notice a schedule that comes due.
+    fn ask_for_next_due(&mut self, ctx: &mut Context<Self>) {
+        self.phase = Phase::Asking;
+        let store = Arc::clone(&self.store);
+        let instance = self.parts.instance;
+        let asked = async move { store.next_claimable_in(instance).await };
+        ctx.spawn(asked.into_actor(self).map(|answer, act, ctx| {
+            act.phase = Phase::Sleeping;
+            let wait = match answer {
+                Ok(None) => {
+                    act.due_misses = 0;
+                    return act.step(ctx);
+                }
+                Ok(Some(due)) => act.until_due(due),
+                Err(error) => {
+                    if act.health.wrong(&error) {
+                        tracing::warn!(%error, "asking for the next due time failed");
+                    }
+                    act.empty_polls = act.empty_polls.saturating_add(1);
+                    act.cadence.backoff(act.gate, act.empty_polls)
+                }
+            };
+            act.sleep(wait, ctx);
+        }));
+    }
+
+    /// A row that is due but cannot be claimed (somebody holds its lock) must not make a hot loop.
+    fn until_due(&mut self, due: Duration) -> Duration {
+        let floor = match self.due_misses {
+            0 => Duration::from_millis(1),
+            misses => self.cadence.backoff(Gate::Unconfigured, misses),
+        };
+        self.due_misses = if due > floor { 0 } else { self.due_misses.saturating_add(1) };
+        due.max(floor)
+    }
+
+    fn state(&self) -> &'static str {
+        match self.phase {
+            _ if self.over => "stopped",
+            _ if !self.parts.options.claim.enabled => "disabled",
+            _ if self.fenced => "fenced",
+            _ if self.paused => "paused",
+            Phase::Parked => "parked",
+            Phase::Sleeping => "waiting",
+            Phase::Gathering => "waiting for permits",
+            Phase::Claiming => "claiming",
+            Phase::Asking => "asking for the next due time",
+        }
+    }
+}
+
+impl Handler<RequestImmediatePoll> for ClaimActor {
+    type Result = ();
+
+    fn handle(&mut self, _: RequestImmediatePoll, ctx: &mut Self::Context) {
+        self.wake(ctx);
+    }
+}
+
+impl Handler<GateChanged> for ClaimActor {
+    type Result = ();
+
+    fn handle(&mut self, GateChanged(gate): GateChanged, ctx: &mut Self::Context) {
+        if gate == self.gate {
+            return;
+        }
+        self.gate = gate;
+        match gate {
+            Gate::Unavailable => self.was_down = true,
+            Gate::Available if self.was_down => {
+                self.was_down = false;
+                self.counters.reconnect_catch_up += 1;
+            }
+            Gate::Available | Gate::Unconfigured => {}
+        }
+        self.wake(ctx);
+    }
+}
+
+impl Handler<Fence> for ClaimActor {
+    type Result = ();
+
+    fn handle(&mut self, _: Fence, ctx: &mut Self::Context) {
+        self.fenced = true;
+        self.step(ctx);
+    }
+}
+
+impl Handler<Unfence> for ClaimActor {
+    type Result = ();
+
+    fn handle(&mut self, _: Unfence, ctx: &mut Self::Context) {
+        self.fenced = false;
+        self.wake(ctx);
+    }
+}
+
+impl Handler<Pause> for ClaimActor {
+    type Result = ();
+
+    fn handle(&mut self, _: Pause, ctx: &mut Self::Context) {
+        self.paused = true;
+        self.step(ctx);
+    }
+}
+
+impl Handler<Resume> for ClaimActor {
+    type Result = ();
+
+    fn handle(&mut self, _: Resume, ctx: &mut Self::Context) {
+        self.paused = false;
+        self.wake(ctx);
+    }
+}
+
+impl Handler<Evicted> for ClaimActor {
+    type Result = ();
+
+    fn handle(&mut self, _: Evicted, ctx: &mut Self::Context) {
+        self.fenced = true;
+        self.over = true;
+        self.step(ctx);
+    }
+}
+
+impl Handler<Drain> for ClaimActor {
+    type Result = ResponseFuture<Drained>;
+
+    /// Answers when no claim is under way: rows that still come are handed back, not run.
+    fn handle(&mut self, _: Drain, ctx: &mut Self::Context) -> Self::Result {
+        self.over = true;
+        let (drained, parked) = tokio::sync::oneshot::channel();
+        self.drain = Some(drained);
+        self.step(ctx);
+        let patience = Duration::from_secs(self.parts.options.dispatch.drain_deadline_seconds.into());
+        Box::pin(async move {
+            // Too late or superseded: what a lost claim has leased is handed back when the instance deregisters.
+            let _ = tokio::time::timeout(patience, parked).await;
+            Drained::default()
+        })
+    }
+}
+
+impl Handler<Observe> for ClaimActor {
+    type Result = MessageResult<Observe>;
+
+    fn handle(&mut self, _: Observe, _: &mut Self::Context) -> Self::Result {
+        let counters = &self.counters;
+        let account: Account = self.health.account(
+            "claim",
+            self.state(),
+            [
+                ("claims", counters.claims),
+                ("rows", counters.rows),
+                ("empty", counters.empty),
+                ("empty_polls_in_a_row", self.empty_polls.into()),
+                ("startup_catch_up", counters.startup_catch_up),
+                ("reconnect_catch_up", counters.reconnect_catch_up),
+                ("recovered", counters.recovered),
+                ("handed_back", counters.handed_back),
+                ("free_permits", self.parts.permits.available_permits() as u64),
+                ("in_flight", self.parts.in_flight.len() as u64),
+            ],
+        );
+        MessageResult(account)
+    }
+}

@@ -1,0 +1,353 @@
+//! Heartbeats: the only writer of this instance's membership.
+//!
+//! The rule: no beat before the schema is there; after that beats go on whatever happens, and an evicted id never beats again. The
+//! failures this prevents: a live instance evicted because one bad answer ended its loop, and a dead id that rises again beside its
+//! successor.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use actix::prelude::*;
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use crate::instance::{AliveLock, InstanceIdentity};
+use crate::message::{Account, AliveLockChanged, BeatNow, Drain, Drained, Evicted, Observe, Unfence};
+use crate::options::HeartbeatOptions;
+use crate::policy::beat::BeatCadence;
+use crate::port::{Beat, BeatAnswer, InstanceStore, StoreError};
+
+use super::{Alarm, Health, backoff};
+
+/// First pause after an error.
+const FIRST_PAUSE: Duration = Duration::from_millis(250);
+
+/// Longest pause between two looks at the schema.
+const SCHEMA_PAUSE: Duration = Duration::from_secs(5);
+
+/// How long one beat, and any other call of this actor, may take at most.
+const CALL_DEADLINE: Duration = Duration::from_secs(10);
+
+/// Tells whoever started the actor how far it has come.
+pub type Progress = Box<dyn Fn(Result<(), String>) + Send>;
+
+/// What the heartbeat actor is made of.
+pub struct HeartbeatParts {
+    /// The knobs.
+    pub options: HeartbeatOptions,
+    /// Who beats.
+    pub identity: InstanceIdentity,
+    /// Whether peers may route work here.
+    pub accepts_work: bool,
+    /// Learn that the instance is a member.
+    pub unfence: Vec<Recipient<Unfence>>,
+    /// Learns that this instance was evicted.
+    pub evicted: Recipient<Evicted>,
+    /// Called with `Ok` once the first beat was accepted (or none is wanted), and before that with each error.
+    pub progress: Progress,
+}
+
+impl std::fmt::Debug for HeartbeatParts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HeartbeatParts").field("identity", &self.identity).finish_non_exhaustive()
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// Never beats.
+    Disabled,
+    /// Waits for the schema.
+    Schema,
+    /// Beats.
+    Beating,
+    /// Evicted or drained: never beats again.
+    Over,
+}
+
+/// Beats.
+pub struct HeartbeatActor {
+    parts: HeartbeatParts,
+    store: Arc<dyn InstanceStore>,
+    cadence: BeatCadence,
+    alarm: Alarm,
+    health: Health,
+    phase: Phase,
+    lock: AliveLock,
+    busy: bool,
+    beat_again: bool,
+    member: bool,
+    evicted: bool,
+    draining: Option<oneshot::Sender<bool>>,
+    beats: u64,
+    accepted: u64,
+}
+
+impl std::fmt::Debug for HeartbeatActor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HeartbeatActor").field("phase", &self.phase).finish_non_exhaustive()
+    }
+}
+
+impl Actor for HeartbeatActor {
+    type Context = Context<Self>;
+
+    fn started(&mut self, ctx: &mut Self::Context) {
+        if self.phase == Phase::Disabled {
+            (self.parts.progress)(Ok(()));
+        }
+        self.step(ctx);
+    }
+}
+
+impl HeartbeatActor {
+    /// Looks for the schema as soon as it is started.
+    pub fn new(parts: HeartbeatParts, store: Arc<dyn InstanceStore>) -> Self {
+        Self {
+            cadence: BeatCadence::new(&parts.options),
+            phase: if parts.options.enabled { Phase::Schema } else { Phase::Disabled },
+            parts,
+            store,
+            alarm: Alarm::default(),
+            health: Health::default(),
+            lock: AliveLock::default(),
+            busy: false,
+            beat_again: false,
+            member: false,
+            evicted: false,
+            draining: None,
+            beats: 0,
+            accepted: 0,
+        }
+    }
+
+    /// Decides what is next, unless a call is under way.
+    fn step(&mut self, ctx: &mut Context<Self>) {
+        if self.busy {
+            return;
+        }
+        self.alarm.clear(ctx);
+        match self.phase {
+            Phase::Schema => self.look_for_schema(ctx),
+            Phase::Beating => self.beat(ctx),
+            Phase::Disabled | Phase::Over => self.leave(ctx),
+        }
+    }
+
+    fn look_for_schema(&mut self, ctx: &mut Context<Self>) {
+        self.busy = true;
+        let store = Arc::clone(&self.store);
+        let looked = async move { within(CALL_DEADLINE, store.schema_ready()).await };
+        ctx.spawn(looked.into_actor(self).map(|answer, act, ctx| {
+            act.busy = false;
+            let problem = match answer {
+                Ok(true) => {
+                    act.health.well();
+                    if act.phase == Phase::Schema {
+                        act.phase = Phase::Beating;
+                    }
+                    return act.step(ctx);
+                }
+                Ok(false) => StoreError::Schema("it is not there yet".to_owned()),
+                Err(error) => error,
+            };
+            act.wrong(&problem, "the schema cannot be used yet");
+            act.again_in(backoff(act.health.in_a_row(), FIRST_PAUSE, SCHEMA_PAUSE), ctx);
+        }));
+    }
+
+    fn beat(&mut self, ctx: &mut Context<Self>) {
+        self.busy = true;
+        self.beat_again = false;
+        self.beats += 1;
+        let lock = self.lock;
+        let interval = self.cadence.interval(lock);
+        let beat = Beat {
+            identity: self.parts.identity.clone(),
+            interval,
+            lock_declared: self.cadence.declares_lock(lock),
+            accepts_work: self.parts.accepts_work,
+        };
+        let store = Arc::clone(&self.store);
+        let sent_at = Instant::now();
+        let beaten = async move { within(interval.min(CALL_DEADLINE), store.beat(beat)).await };
+        ctx.spawn(beaten.into_actor(self).map(move |answer, act, ctx| {
+            act.busy = false;
+            act.beaten(answer, sent_at, ctx);
+        }));
+    }
+
+    fn beaten(&mut self, answer: Result<BeatAnswer, StoreError>, sent_at: Instant, ctx: &mut Context<Self>) {
+        match answer {
+            Ok(BeatAnswer::Accepted) => {
+                self.accept();
+                // Resolved anew at every tick: the lock may have changed meanwhile.
+                let next = self.cadence.interval(self.lock).saturating_sub(sent_at.elapsed());
+                self.again_in(next, ctx);
+            }
+            Ok(BeatAnswer::Evicted) | Err(StoreError::Evicted(_)) => {
+                self.evict();
+                self.step(ctx);
+            }
+            Err(error) => {
+                self.wrong(&error, "heartbeat failed");
+                let cap = self.cadence.interval(self.lock);
+                self.again_in(backoff(self.health.in_a_row(), FIRST_PAUSE, cap), ctx);
+            }
+        }
+    }
+
+    fn accept(&mut self) {
+        self.health.well();
+        self.accepted += 1;
+        if !self.member {
+            self.member = true;
+            (self.parts.progress)(Ok(()));
+            for unfence in &self.parts.unfence {
+                unfence.do_send(Unfence);
+            }
+        }
+    }
+
+    fn evict(&mut self) {
+        self.phase = Phase::Over;
+        self.evicted = true;
+        self.health.wrong(&StoreError::Evicted(self.parts.identity.id));
+        (self.parts.progress)(Err(StoreError::Evicted(self.parts.identity.id).to_string()));
+        self.parts.evicted.do_send(Evicted(self.parts.identity.id));
+    }
+
+    fn wrong(&mut self, error: &StoreError, what: &'static str) {
+        if self.health.wrong(error) {
+            tracing::warn!(%error, in_a_row = self.health.in_a_row(), "{what}");
+        }
+        if !self.member {
+            (self.parts.progress)(Err(error.to_string()));
+        }
+    }
+
+    fn again_in(&mut self, pause: Duration, ctx: &mut Context<Self>) {
+        if self.beat_again || self.draining.is_some() {
+            return self.step(ctx);
+        }
+        self.alarm.set(ctx, pause, |act, ctx| {
+            act.alarm.rang();
+            act.step(ctx);
+        });
+    }
+
+    fn beat_soon(&mut self, ctx: &mut Context<Self>) {
+        if self.phase == Phase::Beating {
+            self.beat_again = true;
+            self.step(ctx);
+        }
+    }
+
+    /// Leaves the membership, once, when a drain asks for it and there is something to leave.
+    fn leave(&mut self, ctx: &mut Context<Self>) {
+        let Some(drained) = self.draining.take() else { return };
+        if !self.member || self.evicted {
+            // The drain may have run out of patience; then nobody waits for the answer.
+            let _ = drained.send(false);
+            return;
+        }
+        self.member = false;
+        self.busy = true;
+        let store = Arc::clone(&self.store);
+        let instance = self.parts.identity.id;
+        let left = async move { within(CALL_DEADLINE, store.deregister(instance)).await };
+        ctx.spawn(left.into_actor(self).map(move |answer, act, _| {
+            act.busy = false;
+            if let Err(error) = &answer {
+                act.health.wrong(error);
+                tracing::warn!(%error, "deregistering failed; peers will find this instance gone");
+            }
+            let _ = drained.send(answer.is_ok());
+        }));
+    }
+
+    fn state(&self) -> &'static str {
+        match self.phase {
+            Phase::Disabled => "disabled",
+            Phase::Schema => "waiting for the schema",
+            Phase::Beating if self.member => "member",
+            Phase::Beating => "registering",
+            Phase::Over if self.evicted => "evicted",
+            Phase::Over => "stopped",
+        }
+    }
+}
+
+/// The answer of a call, or an error when it takes longer than `limit`.
+async fn within<T>(
+    limit: Duration,
+    call: impl Future<Output = Result<T, StoreError>>,
+) -> Result<T, StoreError> {
+    tokio::time::timeout(limit, call).await.unwrap_or_else(|_| {
+        Err(StoreError::Unavailable(format!("no answer within {} ms", limit.as_millis())))
+    })
+}
+
+impl Handler<BeatNow> for HeartbeatActor {
+    type Result = ();
+
+    fn handle(&mut self, _: BeatNow, ctx: &mut Self::Context) {
+        self.beat_soon(ctx);
+    }
+}
+
+impl Handler<AliveLockChanged> for HeartbeatActor {
+    type Result = ();
+
+    /// Peers judge by what the last beat declared, so a change that matters is declared at once.
+    fn handle(&mut self, AliveLockChanged(lock): AliveLockChanged, ctx: &mut Self::Context) {
+        let before = std::mem::replace(&mut self.lock, lock);
+        if self.cadence.must_declare(before, lock) {
+            self.beat_soon(ctx);
+        }
+    }
+}
+
+impl Handler<Evicted> for HeartbeatActor {
+    type Result = ();
+
+    /// Somebody else was told first.
+    fn handle(&mut self, _: Evicted, ctx: &mut Self::Context) {
+        self.evicted = true;
+        self.phase = Phase::Over;
+        self.step(ctx);
+    }
+}
+
+impl Handler<Drain> for HeartbeatActor {
+    type Result = ResponseFuture<Drained>;
+
+    /// A beat under way is waited for: it must not register the instance again after it has left.
+    fn handle(&mut self, _: Drain, ctx: &mut Self::Context) -> Self::Result {
+        let (drained, left) = oneshot::channel();
+        self.draining = Some(drained);
+        if self.phase != Phase::Disabled {
+            self.phase = Phase::Over;
+        }
+        self.step(ctx);
+        Box::pin(async move { Drained { deregistered: left.await.unwrap_or(false), ..Drained::default() } })
+    }
+}
+
+impl Handler<Observe> for HeartbeatActor {
+    type Result = MessageResult<Observe>;
+
+    fn handle(&mut self, _: Observe, _: &mut Self::Context) -> Self::Result {
+        let account: Account = self.health.account(
+            "heartbeat",
+            self.state(),
+            [
+                ("beats", self.beats),
+                ("accepted", self.accepted),
+                ("interval_seconds", self.cadence.interval(self.lock).as_secs()),
+                ("lock_held", u64::from(self.lock == AliveLock::Held)),
+            ],
+        );
+        MessageResult(account)
+    }
+}

@@ -1,0 +1,142 @@
+//! The actors, and the rhythm they share.
+//!
+//! ```text
+//!            message                       answer of the one operation under way
+//!               │                                        │
+//!               ▼                                        ▼
+//!        note it (a flag, a state) ──► step: may I? what does the policy say? ──► start one operation,
+//!               ▲                                                                  or arm the one alarm
+//!               └──────────────────────────── alarm ◄──────────────────────────────────────┘
+//! ```
+//!
+//! The rule: every actor has one duty, at most one operation under way for it, and one alarm that is re-armed from now, never a periodic
+//! timer. An error is counted, told, and waited out with a growing pause; it never ends a loop. The failures this prevents: ticks that
+//! burst after a stall, two overlapping claims, and a loop that died of one bad answer.
+//!
+//! No actor here names another one. Whom they tell is handed in as a `Recipient` by the tree.
+
+pub mod claim;
+pub mod dispatch;
+pub mod heartbeat;
+pub mod settle;
+
+use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::time::Duration;
+
+use actix::prelude::*;
+use tokio::time::Instant;
+
+use crate::message::Account;
+
+/// Now, as the policies count it: the runtime's clock, which tests can drive.
+pub(crate) fn now() -> std::time::Instant {
+    Instant::now().into_std()
+}
+
+/// The one alarm of an actor.
+#[derive(Debug, Default)]
+pub(crate) struct Alarm(Option<SpawnHandle>);
+
+impl Alarm {
+    /// Sets it anew, from now; an older setting is forgotten.
+    pub(crate) fn set<A, F>(&mut self, ctx: &mut Context<A>, after: Duration, ring: F)
+    where
+        A: Actor<Context = Context<A>>,
+        F: FnOnce(&mut A, &mut Context<A>) + 'static,
+    {
+        self.clear(ctx);
+        self.0 = Some(ctx.run_later(after, ring));
+    }
+
+    /// Forgets it.
+    pub(crate) fn clear<A: Actor<Context = Context<A>>>(&mut self, ctx: &mut Context<A>) {
+        if let Some(handle) = self.0.take() {
+            ctx.cancel_future(handle);
+        }
+    }
+
+    /// It rang.
+    pub(crate) fn rang(&mut self) {
+        self.0 = None;
+    }
+
+    /// Whether it is set.
+    pub(crate) fn is_set(&self) -> bool {
+        self.0.is_some()
+    }
+}
+
+/// How an actor's duty is going.
+#[derive(Debug, Default)]
+pub(crate) struct Health {
+    last_error: Option<String>,
+    last_success: Option<Instant>,
+    errors: u64,
+    in_a_row: u32,
+}
+
+impl Health {
+    /// Something went well.
+    pub(crate) fn well(&mut self) {
+        self.last_success = Some(Instant::now());
+        self.in_a_row = 0;
+    }
+
+    /// Something went wrong. Returns whether to say so in the log: at the first error in a row, then ever more rarely.
+    pub(crate) fn wrong(&mut self, error: &impl Display) -> bool {
+        self.last_error = Some(error.to_string());
+        self.errors += 1;
+        self.in_a_row = self.in_a_row.saturating_add(1);
+        self.in_a_row.is_power_of_two()
+    }
+
+    /// Errors in a row.
+    pub(crate) fn in_a_row(&self) -> u32 {
+        self.in_a_row
+    }
+
+    /// The account of an actor in this health.
+    pub(crate) fn account(
+        &self,
+        name: &'static str,
+        state: &'static str,
+        counters: impl IntoIterator<Item = (&'static str, u64)>,
+    ) -> Account {
+        let mut counters: BTreeMap<_, _> = counters.into_iter().collect();
+        counters.insert("errors", self.errors);
+        Account {
+            name,
+            state,
+            counters,
+            last_error: self.last_error.clone(),
+            last_success_seconds_ago: self.last_success.map(|at| at.elapsed().as_secs_f64()),
+        }
+    }
+}
+
+/// The pause before retry number `retry` (from 1): `first` doubling up to `cap`.
+pub(crate) fn backoff(retry: u32, first: Duration, cap: Duration) -> Duration {
+    first.saturating_mul(1 << retry.saturating_sub(1).min(16)).min(cap)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pause_doubles_up_to_its_cap_for_any_number_of_retries() {
+        let pause = |retry| backoff(retry, Duration::from_millis(250), Duration::from_secs(30)).as_millis();
+        assert_eq!([pause(0), pause(1), pause(2), pause(3)], [250, 250, 500, 1_000]);
+        assert_eq!([pause(8), pause(9), pause(u32::MAX)], [30_000, 30_000, 30_000]);
+    }
+
+    #[test]
+    fn errors_in_a_row_are_told_ever_more_rarely() {
+        let mut health = Health::default();
+        let told: Vec<bool> = (0..9).map(|_| health.wrong(&"x")).collect();
+        assert_eq!(told, [true, true, false, true, false, false, false, true, false]);
+        health.well();
+        assert!(health.wrong(&"x"));
+    }
+}

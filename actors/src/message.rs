@@ -1,0 +1,141 @@
+//! The whole vocabulary of the actors.
+//!
+//! The rule: a message says what happened or what is wanted, never to whom; only the tree knows who gets it. A wake carries no data and
+//! coalesces. The failure this prevents: actors that know each other and can only be tested together.
+
+use std::collections::BTreeMap;
+
+use actix::prelude::*;
+use serde::Serialize;
+
+use crate::delivery::{Delivery, Settlement};
+use crate::instance::{AliveLock, Gate, InstanceId};
+
+/// Work may have become claimable: claim now, at any depth of backoff. Many of them are as good as one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Message)]
+#[rtype(result = "()")]
+pub struct RequestImmediatePoll;
+
+/// NOTIFY became known to reach this instance, or is no longer known to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
+#[rtype(result = "()")]
+pub struct GateChanged(pub Gate);
+
+/// This instance can no longer be sure that its leases are its own: claim nothing, start nothing, write nothing until [`Unfence`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
+#[rtype(result = "()")]
+pub struct Fence;
+
+/// This instance is a member, and its leases are its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
+#[rtype(result = "()")]
+pub struct Unfence;
+
+/// Claim nothing more until [`Resume`]; what is leased goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
+#[rtype(result = "()")]
+pub struct Pause;
+
+/// Claim again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
+#[rtype(result = "()")]
+pub struct Resume;
+
+/// Finish, take nothing new, and answer when done. There is no way back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
+#[rtype(result = "Drained")]
+pub struct Drain;
+
+/// What a drain did. The accounts of several actors add up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Drained {
+    /// Rows handed back that were never started.
+    pub released: u64,
+    /// Handlers that finished while the drain waited.
+    pub finished: u64,
+    /// Handlers that did not finish in time: cancelled and no longer waited for.
+    pub abandoned: u64,
+    /// Settlements written while the drain waited.
+    pub settled: u64,
+    /// Settlements that could not be written in time.
+    pub unsettled: u64,
+    /// Whether the instance left the membership.
+    pub deregistered: bool,
+}
+
+impl std::ops::AddAssign for Drained {
+    fn add_assign(&mut self, other: Self) {
+        self.released += other.released;
+        self.finished += other.finished;
+        self.abandoned += other.abandoned;
+        self.settled += other.settled;
+        self.unsettled += other.unsettled;
+        self.deregistered |= other.deregistered;
+    }
+}
+
+/// Rows claimed together, to be run. In order inside each order key.
+#[derive(Debug, Message)]
+#[rtype(result = "()")]
+pub struct Dispatch {
+    /// The rows, each on its own permit.
+    pub deliveries: Vec<Delivery>,
+}
+
+/// Rows that were claimed and shall not be run after all: hand them back, with their attempt refunded.
+#[derive(Debug, Message)]
+#[rtype(result = "()")]
+pub struct HandBack {
+    /// The rows.
+    pub deliveries: Vec<Delivery>,
+}
+
+/// Results to be written, oldest first.
+#[derive(Debug, Message)]
+#[rtype(result = "()")]
+pub struct Settle {
+    /// The results, each with the permit that returns once it is written.
+    pub settlements: Vec<Settlement>,
+}
+
+/// Beat now, whatever the cadence says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
+#[rtype(result = "()")]
+pub struct BeatNow;
+
+/// The session alive-lock was gained or lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
+#[rtype(result = "()")]
+pub struct AliveLockChanged(pub AliveLock);
+
+/// The instance was evicted: its id is burnt, and nothing may be claimed, run or written under it any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
+#[rtype(result = "()")]
+pub struct Evicted(pub InstanceId);
+
+/// Give an account of yourself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
+#[rtype(result = "Account")]
+pub struct Observe;
+
+/// What an actor says of itself.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Account {
+    /// Who speaks.
+    pub name: &'static str,
+    /// What it is doing, in a word.
+    pub state: &'static str,
+    /// What it has counted since it started.
+    pub counters: BTreeMap<&'static str, u64>,
+    /// The last error, if the last thing it tried failed or any did before.
+    pub last_error: Option<String>,
+    /// Seconds since something last went well.
+    pub last_success_seconds_ago: Option<f64>,
+}
+
+impl Account {
+    /// The value of one counter, 0 when it has none of that name.
+    pub fn counter(&self, name: &str) -> u64 {
+        self.counters.get(name).copied().unwrap_or_default()
+    }
+}
