@@ -123,6 +123,12 @@ async fn until(what: &str, reached: impl Fn() -> bool) {
 
 /// Whether the process runs; one that ended and is not yet reaped does not.
 fn is_alive(pid: u32) -> bool {
+    if let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) {
+        return !stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with('Z'));
+    }
+    if std::fs::exists("/proc/self").unwrap_or(false) {
+        return false;
+    }
     let listed = Command::new("ps").args(["-o", "stat=", "-p", &pid.to_string()]).output().expect("ps runs");
     let state = String::from_utf8_lossy(&listed.stdout).trim().to_owned();
     !state.is_empty() && !state.starts_with('Z')

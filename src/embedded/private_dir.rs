@@ -33,7 +33,15 @@ pub struct PrivateDir {
 impl PrivateDir {
     /// Makes a directory in memory when there is room, else among the temporary files, and removes leftovers of the dead there.
     pub fn create() -> Result<Self, EmbeddedError> {
-        let account = Account::to_step_down_to()?;
+        Self::create_for(Account::to_step_down_to()?)
+    }
+
+    /// The same for programs that run as this process does, root included.
+    pub fn create_for_own_user() -> Result<Self, EmbeddedError> {
+        Self::create_for(None)
+    }
+
+    fn create_for(account: Option<Account>) -> Result<Self, EmbeddedError> {
         let parent = parent_dir(account.is_some());
         sweep(&parent);
         let dir = tempfile::Builder::new().prefix(PREFIX).tempdir_in(&parent);

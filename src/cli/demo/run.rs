@@ -1,0 +1,239 @@
+//! One run: relays first, then the storing, while the output is read and checked.
+//!
+//! The rule: the run always ends. It ends when everything stored was relayed, or when nothing has moved for a while; then it says so
+//! and what is missing counts as lost.
+
+use std::cell::RefCell;
+use std::io;
+use std::time::Duration;
+
+use serde_json::value::to_raw_value;
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+use uuid::Uuid;
+use workpump::NewOutbox;
+
+use super::Total;
+use super::ledger::Ledger;
+use super::relays::Relays;
+use super::report::{Bars, Report};
+use super::source::{Draft, stream_id};
+use super::tail::Tail;
+use crate::cli::CliError;
+use crate::cli::enqueue::Refusal;
+use crate::cli::lines::{Entry, Source, in_batches};
+use crate::cli::store::Store;
+
+/// How often the output, which sends no event, is looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// Without any progress for so long, the run gives up.
+const STALLED_AFTER: Duration = Duration::from_mins(1);
+/// The same when an instance died: its leases have to end first.
+const TAKEOVER_WITHIN: Duration = Duration::from_mins(6);
+
+/// A run whose instances are up.
+pub(super) struct Run {
+    url: String,
+    schema: String,
+    instances: u32,
+    relays: Relays,
+}
+
+/// What the storing and the watching share; never borrowed across an await.
+struct Progress {
+    ledger: Ledger,
+    messages: u64,
+    stored: u64,
+    all_stored: bool,
+    refused: u64,
+    refusals: Vec<Refusal>,
+    began: Instant,
+    last_stored: Instant,
+    last_processed: Instant,
+    bars: Bars,
+}
+
+impl Run {
+    pub(super) async fn start(url: &str, schema: &str, instances: u32) -> Result<Self, CliError> {
+        let relays = Relays::start(url, schema, instances).await?;
+        Ok(Self { url: url.to_owned(), schema: schema.to_owned(), instances, relays })
+    }
+
+    /// Stores everything, watches it being relayed, and gives the account.
+    pub(super) async fn finish(
+        mut self,
+        source: Box<dyn Source<Draft>>,
+        total: Total,
+    ) -> Result<Report, CliError> {
+        let mut tail = Tail::new(self.relays.output()?);
+        let mut store = Store::open(&self.url, &self.schema).await?;
+        let now = Instant::now();
+        let progress = RefCell::new(Progress {
+            ledger: Ledger::default(),
+            messages: 0,
+            stored: 0,
+            all_stored: false,
+            refused: 0,
+            refusals: Vec::new(),
+            began: now,
+            last_stored: now,
+            last_processed: now,
+            bars: Bars::new(total),
+        });
+        let storing = async {
+            store_all(in_batches(source), &mut store, &progress).await?;
+            progress.borrow_mut().all_stored = true;
+            // The watching decides when it is over.
+            std::future::pending::<Result<Option<String>, CliError>>().await
+        };
+        let watched = tokio::select! {
+            failed = storing => failed,
+            watched = watch(&mut self.relays, &mut tail, &progress) => watched,
+        };
+        progress.borrow().bars.clear();
+        let mut trouble = watched?;
+        // A second delivery may come with the drain; so the drain belongs to what is checked.
+        let drained = self.relays.drain().await?;
+        let mut progress = progress.into_inner();
+        while tail
+            .read(|delivery| progress.ledger.deliver(delivery))
+            .map_err(CliError::io("read the output"))?
+        {}
+        trouble = trouble.or(drained).or(self.unsettled().await?);
+        Ok(progress.report(self.instances, trouble))
+    }
+
+    /// Everything relayed must be settled, too, or it comes again one day.
+    async fn unsettled(&self) -> Result<Option<String>, CliError> {
+        let left = workpump::status(&self.url, &self.schema).await?.outbox_depth();
+        Ok((left > 0).then(|| format!("{left} messages are still in the outbox after the drain")))
+    }
+}
+
+async fn store_all(
+    mut batches: mpsc::Receiver<io::Result<Vec<Entry<Draft>>>>,
+    store: &mut Store,
+    progress: &RefCell<Progress>,
+) -> Result<(), CliError> {
+    while let Some(batch) = batches.recv().await {
+        let batch = batch.map_err(CliError::io("read the input"))?;
+        let bytes = batch.iter().map(|entry| entry.bytes as u64).sum();
+        let (messages, lines) = progress.borrow_mut().prepare(batch)?;
+        let stored = store.store(&messages).await?;
+        let mut progress = progress.borrow_mut();
+        for (at, reason) in stored.refused {
+            if let Some(id) = messages[at].message_id {
+                progress.ledger.refused(id);
+            }
+            progress.refuse(lines[at], reason);
+        }
+        progress.stored += stored.new;
+        progress.last_stored = Instant::now();
+        progress.bars.stored(bytes, progress.stored);
+    }
+    Ok(())
+}
+
+/// Reads the output until everything is there. `Some` says why it stopped before.
+async fn watch(
+    relays: &mut Relays,
+    tail: &mut Tail,
+    progress: &RefCell<Progress>,
+) -> Result<Option<String>, CliError> {
+    let mut patience = STALLED_AFTER;
+    let (mut seen, mut moved) = ((0, 0), Instant::now());
+    loop {
+        let more = {
+            let progress = &mut *progress.borrow_mut();
+            let before = progress.ledger.processed();
+            let more = tail
+                .read(|delivery| progress.ledger.deliver(delivery))
+                .map_err(CliError::io("read the output"))?;
+            let processed = progress.ledger.processed();
+            if processed > before {
+                progress.last_processed = Instant::now();
+                progress.bars.processed(processed);
+            }
+            if progress.all_stored && progress.ledger.outstanding() == 0 {
+                return Ok(None);
+            }
+            if seen != (progress.stored, processed) {
+                (seen, moved) = ((progress.stored, processed), Instant::now());
+            }
+            for died in relays.ended()?.into_iter().flatten() {
+                progress.ledger.died(died);
+                patience = TAKEOVER_WITHIN;
+            }
+            more
+        };
+        if relays.all_ended() {
+            return Ok(Some(format!("all instances ended{}", relays.logs())));
+        }
+        if moved.elapsed() > patience {
+            let (seconds, log) = (patience.as_secs(), relays.logs());
+            return Ok(Some(format!("nothing was stored or relayed for {seconds} s{log}")));
+        }
+        if more { tokio::task::yield_now().await } else { tokio::time::sleep(LOOK_EVERY).await }
+    }
+}
+
+impl Progress {
+    /// Makes messages of a batch and enters them in the ledger. The second list holds their lines.
+    fn prepare(&mut self, batch: Vec<Entry<Draft>>) -> Result<(Vec<NewOutbox>, Vec<u64>), CliError> {
+        let (mut messages, mut lines) = (Vec::with_capacity(batch.len()), Vec::with_capacity(batch.len()));
+        for Entry { line, value, .. } in batch {
+            self.messages += 1;
+            match value {
+                Ok(draft) => {
+                    messages.push(self.message(line, draft)?);
+                    lines.push(line);
+                }
+                Err(reason) => self.refuse(line, reason),
+            }
+        }
+        Ok((messages, lines))
+    }
+
+    fn message(&mut self, line: u64, draft: Draft) -> Result<NewOutbox, CliError> {
+        let message_id = Uuid::now_v7();
+        let stream = draft.stream_key.as_deref().map(stream_id);
+        let position = stream.map(|stream| self.ledger.next_position(stream));
+        self.ledger.expect(message_id, stream, position.unwrap_or(0));
+        let metadata =
+            serde_json::json!({ "stream_key": draft.stream_key, "position": position, "line": line });
+        let metadata =
+            to_raw_value(&metadata).map_err(|e| CliError::Failed(format!("metadata of line {line}: {e}")))?;
+        Ok(NewOutbox {
+            message_id: Some(message_id),
+            stream_id: stream,
+            message_type: draft.message_type.to_owned(),
+            destination: None,
+            payload: draft.payload,
+            metadata: Some(metadata),
+            scheduled_for: None,
+        })
+    }
+
+    fn refuse(&mut self, line: u64, reason: String) {
+        self.bars.say(&format!("line {line} refused: {reason}"));
+        self.refused += 1;
+        if self.refusals.len() < crate::cli::enqueue::LISTED {
+            self.refusals.push(Refusal { line, reason });
+        }
+    }
+
+    fn report(mut self, instances: u32, trouble: Option<String>) -> Report {
+        self.refusals.sort_by_key(|refusal| refusal.line);
+        Report {
+            messages: self.messages,
+            instances,
+            tally: self.ledger.tally(),
+            shares: self.ledger.by_instance(),
+            refused: self.refused,
+            refusals: self.refusals,
+            enqueueing: self.last_stored - self.began,
+            processing: self.last_processed - self.began,
+            trouble,
+        }
+    }
+}
