@@ -19,7 +19,7 @@ pub use enqueue::{Enqueued, EnqueueError, InvalidMessage, NewInbox, NewOutbox, P
 pub use error::Error;
 pub use handler::{Context, Handler, Outcome, OutboxMessage, Publisher};
 pub use json::JsonError;
-pub use pg::migrate::{MigrateError, Migrated, migrate};
+pub use pg::migrate::{LIBRARY_VERSION, MigrateError, Migrated, SchemaState, migrate, migrate_on, schema_state};
 pub use pg::schema_name::BadSchemaName;
 pub use pump::{Builder, WorkPump};
 pub use status::{CategoryStatus, InstanceStatus, Status, status};

@@ -8,7 +8,7 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use tokio_postgres::Client;
 use workpump::embedded::ServerPrograms;
-use workpump::pg::migrate::{LIBRARY_VERSION, MigrateError, SchemaState, migrate, migrate_on, schema_state};
+use workpump::{LIBRARY_VERSION, MigrateError, SchemaState, migrate, migrate_on, schema_state};
 
 async fn count(client: &Client, sql: &str) -> i64 {
     client.query_one(sql, &[]).await.expect("a count").get(0)

@@ -14,11 +14,9 @@ use tokio_postgres::error::SqlState;
 use tokio_postgres::types::Type;
 use tokio_postgres::{Client, GenericClient, IsolationLevel, NoTls, Transaction};
 
-use super::schema_name::SchemaName;
+use super::schema_name::{BadSchemaName, SchemaName};
 use super::statement::migrate as sql;
 use super::statement::migrate::{MIGRATIONS, Migration};
-
-pub use super::schema_name::BadSchemaName;
 
 /// This library's version, which a ledger's `min_library` is compared with.
 pub const LIBRARY_VERSION: &str = env!("CARGO_PKG_VERSION");

@@ -1,7 +1,6 @@
 //! The work tables behind the engine's port: one trip a batch, whatever the batch holds.
 
 use std::future::Future;
-use std::sync::Arc;
 use std::time::Duration;
 
 use bb8::{ManageConnection, Pool};
@@ -324,9 +323,4 @@ impl bb8::ErrorSink<tokio_postgres::Error> for LoggedErrors {
     fn boxed_clone(&self) -> Box<dyn bb8::ErrorSink<tokio_postgres::Error>> {
         Box::new(*self)
     }
-}
-
-/// The store as the engine takes it.
-pub(crate) fn shared(store: PgWorkStore) -> Arc<dyn WorkStore> {
-    Arc::new(store)
 }

@@ -1,7 +1,5 @@
 //! The server of a test binary, and a database of its own for each test.
 
-use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{LazyLock, OnceLock, mpsc};
 
@@ -13,21 +11,7 @@ const TEMPLATE: &str = "workpump_template";
 
 /// Fills the template. The one place that knows how a schema comes into being.
 async fn migrate(url: &str) {
-    let client = connect(url).await;
-    client.batch_execute("set search_path = public").await.expect("set search_path");
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations");
-    let files: BTreeMap<_, _> = std::fs::read_dir(&folder)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .filter(|entry| entry.path().extension().is_some_and(|extension| extension == "sql"))
-        .map(|entry| (entry.file_name(), entry.path()))
-        .collect();
-    for (name, path) in files {
-        let sql = std::fs::read_to_string(&path).expect("a readable migration");
-        let sql = sql.replace("@schema@", "\"public\"").replace("@schema_text@", "'public'");
-        client.batch_execute(&sql).await.unwrap_or_else(|e| panic!("migration {}: {e:?}", name.display()));
-    }
+    workpump::migrate(url, "public").await.unwrap_or_else(|e| panic!("migrate {url}: {e}"));
 }
 
 /// A connection that is driven in the background of the test's runtime.
