@@ -202,7 +202,7 @@ fn a_panic_is_a_failed_attempt_wherever_it_happens() {
         let bombs = runner(1, |job: Job| {
             assert!(job.work.seq != 0, "made");
             async move {
-                let _bomb = (job.work.seq == 3).then_some(Bomb);
+                let _bomb = (job.work.seq == 3).then(|| Bomb);
                 assert!(job.work.seq != 1, "polled");
                 sleep(Duration::from_secs(1)).await;
                 assert!(job.work.seq != 2, "woken");
@@ -280,8 +280,11 @@ fn a_handler_is_told_to_stop_at_its_deadline_and_its_late_result_is_still_offere
         sleep(Duration::from_secs(2)).await;
         assert_eq!(*stopped.lock().unwrap(), [Duration::from_secs(270); 2]);
         let verdicts: Vec<_> = results(&mut rig).into_iter().map(|(_, verdict)| verdict).collect();
-        assert_eq!(verdicts[0], Verdict::Complete);
-        assert!(matches!(verdicts[1], Verdict::Retry { reason: FailureReason::LeaseExpired, .. }));
+        assert!(verdicts.contains(&Verdict::Complete));
+        let expired = |verdict: &&Verdict| {
+            matches!(verdict, Verdict::Retry { reason: FailureReason::LeaseExpired, .. })
+        };
+        assert_eq!(verdicts.iter().filter(expired).count(), 1);
         let account = account(&rig).await;
         assert_eq!((account.counter("cancelled_at_deadline"), account.counter("late_results")), (2, 2));
         assert_all_permits_are_back(&rig);
@@ -334,7 +337,9 @@ fn a_stream_still_running_here_makes_rows_of_a_newer_claim_wait() {
             rig.dispatch_for(vec![first], Duration::from_secs(10));
             sleep(Duration::from_secs(11)).await;
             rig.dispatch(vec![again]);
-            sleep(Duration::from_secs(200)).await;
+            sleep(Duration::from_secs(50)).await;
+            results(&mut rig);
+            sleep(Duration::from_secs(100)).await;
             let steps: Vec<_> = history.all().iter().map(|(_, seq, what)| (*seq, *what)).collect();
             assert_eq!(steps, [(1, "start"), (1, "end"), (2, "start"), (2, "end")], "{stream:?}");
             history.0.lock().unwrap().clear();

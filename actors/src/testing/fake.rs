@@ -197,8 +197,12 @@ impl FakeStore {
 
     /// Waits until nothing is left to do.
     pub async fn finished(&self) {
-        while self.unfinished() > 0 {
-            tokio::time::sleep(Duration::from_millis(1)).await;
+        loop {
+            let called = self.called.notified();
+            if self.unfinished() == 0 {
+                return;
+            }
+            called.await;
         }
     }
 
@@ -241,7 +245,7 @@ impl FakeStore {
             reply
         };
         self.called.notify_waiters();
-        match reply {
+        let answer = match reply {
             None => act(&mut lock(&self.state)),
             Some(Reply::Slow(delay)) => {
                 tokio::time::sleep(delay).await;
@@ -250,7 +254,9 @@ impl FakeStore {
             Some(Reply::Fail(error)) => Err(error),
             Some(Reply::Lose(error)) => act(&mut lock(&self.state)).and(Err(error)),
             Some(Reply::Hang) => std::future::pending().await,
-        }
+        };
+        self.called.notify_waiters();
+        answer
     }
 }
 

@@ -113,6 +113,9 @@ impl Stored {
 #[derive(Debug, Default)]
 pub(super) struct Table {
     rows: Vec<Stored>,
+    /// Where the unfinished rows begin.
+    head: usize,
+    unfinished: usize,
     index: HashMap<WorkKey, usize>,
 }
 
@@ -121,6 +124,7 @@ impl Table {
         let key = WorkKey { category: row.category, id: WorkId(Uuid::now_v7()) };
         let due = Instant::now() + row.due_in;
         self.index.insert(key, self.rows.len());
+        self.unfinished += 1;
         self.rows.push(Stored { row, key, epoch: 0, due, lease: None, finished: None });
         key
     }
@@ -131,7 +135,7 @@ impl Table {
         let mut blocked = HashSet::new();
         let mut runs: HashMap<OrderKey, u32> = HashMap::new();
         let mut claimed = Claimed::default();
-        for (seq, stored) in self.rows.iter_mut().enumerate() {
+        for (seq, stored) in self.rows.iter_mut().enumerate().skip(self.head) {
             if stored.finished.is_some() || !request.categories.contains(&stored.key.category) {
                 continue;
             }
@@ -185,7 +189,13 @@ impl Table {
     fn apply(&mut self, at: usize, verdict: &Verdict) {
         let owner = self.rows[at].lease.take();
         match verdict {
-            Verdict::Complete | Verdict::DeadLetter { .. } => self.rows[at].finished = Some(verdict.clone()),
+            Verdict::Complete | Verdict::DeadLetter { .. } => {
+                self.rows[at].finished = Some(verdict.clone());
+                self.unfinished -= 1;
+                while self.rows.get(self.head).is_some_and(|row| row.finished.is_some()) {
+                    self.head += 1;
+                }
+            }
             Verdict::Release => self.rows[at].row.attempts -= 1,
             Verdict::Retry { after, .. } => {
                 self.rows[at].due = Instant::now() + *after;
@@ -232,7 +242,7 @@ impl Table {
     }
 
     pub(super) fn unfinished(&self) -> usize {
-        self.rows.iter().filter(|stored| stored.finished.is_none()).count()
+        self.unfinished
     }
 
     pub(super) fn leased(&self) -> usize {
