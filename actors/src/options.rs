@@ -245,6 +245,10 @@ pub struct OptionsError {
     pub reason: &'static str,
 }
 
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "numbers are handed in by the dozen, and read better without a reference"
+)]
 fn check(
     holds: bool,
     option: &'static str,

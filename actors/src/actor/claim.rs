@@ -80,6 +80,10 @@ struct Counters {
 }
 
 /// Claims rows and hands them on.
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is one fact that one message tells, independent of the others"
+)]
 pub struct ClaimActor {
     parts: ClaimParts,
     store: Arc<dyn WorkStore>,

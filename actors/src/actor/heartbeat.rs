@@ -66,6 +66,7 @@ enum Phase {
 }
 
 /// Beats.
+#[expect(clippy::struct_excessive_bools, reason = "each is one fact, independent of the others")]
 pub struct HeartbeatActor {
     parts: HeartbeatParts,
     store: Arc<dyn InstanceStore>,

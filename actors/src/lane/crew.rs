@@ -43,6 +43,10 @@ pub(crate) enum Mode {
 }
 
 /// Whether a row may start.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "returned and taken apart at once; a box would cost an allocation per row"
+)]
 pub(crate) enum Admission {
     /// Yes.
     Run(Delivery),
@@ -427,7 +431,7 @@ impl Crew {
         for unit in &mut units {
             unit.drop_expired();
         }
-        let (alive, expired): (Vec<_>, Vec<_>) = parked.into_iter().partition(|row| self.may_start(row));
+        let (alive, expired): (Vec<_>, Vec<_>) = parked.into_iter().partition(Self::may_start);
         self.expire(expired);
         {
             let mut yard = lock(&self.yard);
@@ -438,13 +442,13 @@ impl Crew {
         self.serve_queue();
     }
 
-    pub(crate) fn may_start(&self, delivery: &Delivery) -> bool {
+    pub(crate) fn may_start(delivery: &Delivery) -> bool {
         delivery.lease().window().may_start(Instant::now().into_std())
     }
 
     /// Whether this row may start now.
     pub(crate) fn admit(&self, delivery: Delivery) -> Admission {
-        if !self.may_start(&delivery) {
+        if !Self::may_start(&delivery) {
             self.expire([delivery]);
             return Admission::Expired;
         }
@@ -498,7 +502,7 @@ impl Crew {
 
     /// Drops what cannot run any more, and hands back what still could: nothing may overtake the first row of its lane.
     pub(crate) fn stop_lane(&self, rows: &mut VecDeque<Delivery>) {
-        let (alive, expired): (Vec<_>, Vec<_>) = rows.drain(..).partition(|row| self.may_start(row));
+        let (alive, expired): (Vec<_>, Vec<_>) = rows.drain(..).partition(Self::may_start);
         self.expire(expired);
         self.release(alive);
     }

@@ -125,7 +125,7 @@ impl Unit {
     pub(crate) fn drop_expired(&mut self) {
         let crew = Arc::clone(&self.crew);
         for lane in self.body.lanes_mut() {
-            let expired = lane.rows.front().is_some_and(|row| !crew.may_start(row));
+            let expired = lane.rows.front().is_some_and(|row| !Crew::may_start(row));
             if expired {
                 crew.stop_lane(&mut lane.rows);
             }

@@ -18,7 +18,7 @@ pub const CRASH_LIMIT: u32 = 4;
 pub const MAX_ERROR_BYTES: usize = 8 * 1024;
 
 /// The longest pause a handler may ask for.
-const MAX_PAUSE: Duration = Duration::from_secs(366 * 24 * 60 * 60);
+const MAX_PAUSE: Duration = Duration::from_hours(366 * 24);
 
 /// Doublings of the pause at most.
 const MAX_DOUBLINGS: u32 = 10;

@@ -66,7 +66,7 @@ pub(super) fn run<A: Actor<Context = Context<A>>>(
 ) {
     let report = Report(exited);
     let (actor, ready) = match catch_unwind(AssertUnwindSafe(make)) {
-        Ok(made) => made,
+        Ok(newborn) => newborn,
         Err(panic) => return report.exit(Exit::Panicked(panic_text(&*panic))),
     };
     let future = Context::with_receiver(mailbox).into_future(actor);

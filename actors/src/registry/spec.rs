@@ -77,6 +77,8 @@ impl Ready {
     }
 }
 
+type Make<A> = Box<dyn Fn(&mut Cx<A>) -> A + Send>;
+
 type Provide<A> = Box<dyn Fn(&Addr<A>) -> (TypeId, Box<dyn Any + Send + Sync>) + Send>;
 
 /// How to make one actor, and where it shall live.
@@ -85,7 +87,7 @@ pub struct Spec<A: Actor<Context = Context<A>>> {
     placement: Placement,
     addr: Addr<A>,
     mailbox: AddressReceiver<A>,
-    make: Box<dyn Fn(&mut Cx<A>) -> A + Send>,
+    make: Make<A>,
     provides: Vec<Provide<A>>,
 }
 

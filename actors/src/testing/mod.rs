@@ -1,1 +1,41 @@
-//! Test kit.
+//! The test kit: paused time, a store in memory, and stand-ins for neighbours.
+//!
+//! The rule: nothing here sleeps for real or opens a socket; everything runs on one thread in virtual time. The failure this prevents:
+//! tests of cadences that take minutes and fail on a busy machine.
+
+mod fake;
+mod probe;
+mod rig;
+mod table;
+
+pub use fake::{Call, FakeStore, Op, Reply};
+pub use probe::{Probe, runner};
+pub use rig::{ClaimRig, DispatchRig, HeartbeatRig, SettleRig, deliver, engine_parts, identity};
+pub use table::{Row, claimed};
+
+use actix::System;
+
+/// Runs a test in virtual time: one thread, an actix system, a paused clock.
+///
+/// Time moves only when everything waits, and then straight to the next timer. Move it with `tokio::time::sleep`.
+///
+/// # Panics
+///
+/// When no runtime can be made.
+pub fn in_virtual_time<T>(test: impl Future<Output = T>) -> T {
+    let system = System::with_tokio_rt(|| {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .start_paused(true)
+            .build()
+            .expect("a runtime for the test")
+    });
+    system.block_on(test)
+}
+
+/// Lets everything run that can run now, without moving time.
+pub async fn quiesce() {
+    for _ in 0..500 {
+        tokio::task::yield_now().await;
+    }
+}
