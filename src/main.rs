@@ -1,3 +1,9 @@
-//! The `workpump` program.
+//! The `workpump` program: migrate, look, enqueue, relay, and a demo that checks the whole way of a message.
 
-fn main() {}
+mod cli;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    cli::main()
+}

@@ -1,7 +1,7 @@
 //! `workpump enqueue`: JSON lines into the outbox.
 //!
-//! The rule: a bad line is refused with its number and the reason, and everything else is stored. Each message gets its id here, before
-//! it is stored, so that the report can name it.
+//! The rule: a bad line is refused with its number and the reason, and everything else is stored. What was done is said in lines, so
+//! that one knows where to go on.
 
 use std::fs::File;
 use std::io::{self, IsTerminal, Read};
@@ -196,18 +196,23 @@ fn message(line: &str) -> Result<NewOutbox, String> {
         return Err("not an object; a message is an object with message_type and payload".to_owned());
     }
     let fields: Fields<'_> = serde_json::from_str(line).map_err(|e| json_fault(&e))?;
-    if fields.message_type.is_empty() {
-        return Err("message_type is empty".to_owned());
+    let mut message = NewOutbox::new(fields.message_type, fields.payload);
+    if let Some(id) = fields.message_id {
+        message = message.id(id);
     }
-    Ok(NewOutbox {
-        message_id: Some(fields.message_id.unwrap_or_else(Uuid::now_v7)),
-        stream_id: fields.stream_id,
-        message_type: fields.message_type,
-        destination: fields.destination,
-        payload: fields.payload.to_owned(),
-        metadata: fields.metadata.map(ToOwned::to_owned),
-        scheduled_for: fields.scheduled_for.as_deref().map(instant).transpose()?,
-    })
+    if let Some(stream) = fields.stream_id {
+        message = message.stream(stream);
+    }
+    if let Some(destination) = fields.destination {
+        message = message.destination(destination);
+    }
+    if let Some(metadata) = fields.metadata {
+        message = message.metadata(metadata);
+    }
+    if let Some(due) = fields.scheduled_for {
+        message = message.scheduled_for(instant(&due)?);
+    }
+    Ok(message)
 }
 
 /// An instant in RFC 3339 form; one without an offset would mean something else on each machine.
@@ -262,17 +267,15 @@ mod tests {
 
     #[test]
     fn a_message_needs_its_type_and_its_payload_and_nothing_unknown() {
-        let whole = message(
-            r#"{"message_type":"a","payload":{"x":[1]},"stream_id":"00000000-0000-0000-0000-000000000001"}"#,
-        )
-        .unwrap();
-        assert_eq!((whole.message_type.as_str(), whole.payload.get()), ("a", r#"{"x":[1]}"#));
-        assert!(whole.message_id.is_some());
+        let id = "00000000-0000-0000-0000-000000000001";
+        let whole = message(&format!(
+            r#"{{"message_type":"a","payload":{{"x":[1]}},"stream_id":"{id}","message_id":"{id}"}}"#
+        ));
+        assert_eq!(whole.unwrap().message_id().to_string(), id);
         for (line, expected) in [
             (r#"{"payload":1}"#, "missing field `message_type`"),
             (r#"{"message_type":"a"}"#, "missing field `payload`"),
             (r#"{"message_type":"a","payload":1,"streamid":1}"#, "unknown field `streamid`"),
-            (r#"{"message_type":"","payload":1}"#, "message_type is empty"),
             (r#"{"message_type":"a","payload":1,"stream_id":"x"}"#, "UUID"),
             (r#"{"message_type":"a","payload":1"#, "not JSON: EOF"),
             ("17", "not an object"),

@@ -50,6 +50,12 @@ enum CliError {
     /// The library failed.
     #[error(transparent)]
     Pump(#[from] workpump::Error),
+    /// The schema could not be brought up to date.
+    #[error(transparent)]
+    Migrate(#[from] workpump::MigrateError),
+    /// A batch could not be stored.
+    #[error(transparent)]
+    Enqueue(#[from] workpump::EnqueueError),
     /// PostgreSQL refused a statement of the program's own.
     #[error("database: {}", database_reason(.0))]
     Database(#[from] tokio_postgres::Error),

@@ -18,6 +18,9 @@ use workpump::{Failure, OutboxMessage, Publisher, WorkPump};
 use super::append::Appender;
 use super::{CliError, Database, Outcome, Stop, from_env};
 
+/// Lines of one write. More would only make the rows of a failed write more.
+const BATCH: usize = 500;
+
 /// The arguments of `workpump relay`.
 #[derive(Args)]
 pub(super) struct Relay {
@@ -38,7 +41,11 @@ impl Relay {
         let reader_gone = Arc::new(Notify::new());
         let publisher =
             Lines { appender: Arc::new(Mutex::new(appender)), reader_gone: Arc::clone(&reader_gone) };
-        let options = workpump::config::from_env().map_err(|e| CliError::Usage(e.to_string()))?;
+        let options = match from_env("WORKPUMP_CONFIG")? {
+            Some(file) => workpump::config::from_file(file),
+            None => workpump::config::from_env(),
+        };
+        let options = options.map_err(|e| CliError::Usage(e.to_string()))?;
         let mut builder =
             WorkPump::builder(self.database.url()?).schema(self.database.schema()?).options(options);
         if let Some(direct) =
@@ -82,7 +89,16 @@ struct Lines {
 }
 
 impl Publisher for Lines {
-    async fn publish(&self, batch: &[OutboxMessage]) -> Vec<Result<(), Failure>> {
+    async fn publish_one(&self, message: &OutboxMessage) -> workpump::Outcome {
+        let answers = self.publish(std::slice::from_ref(message)).await;
+        answers.into_iter().next().unwrap_or_else(|| Err(Failure::retry("not written")))
+    }
+
+    fn max_batch(&self) -> usize {
+        BATCH
+    }
+
+    async fn publish(&self, batch: &[OutboxMessage]) -> Vec<workpump::Outcome> {
         let (mut lines, mut ends, mut invalid) = (Vec::new(), Vec::new(), Vec::new());
         for (at, message) in batch.iter().enumerate() {
             match write_line(&mut lines, message) {

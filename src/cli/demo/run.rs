@@ -7,10 +7,8 @@ use std::cell::RefCell;
 use std::io;
 use std::time::Duration;
 
-use serde_json::value::to_raw_value;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
-use uuid::Uuid;
 use workpump::NewOutbox;
 
 use super::Total;
@@ -105,8 +103,9 @@ impl Run {
 
     /// Everything relayed must be settled, too, or it comes again one day.
     async fn unsettled(&self) -> Result<Option<String>, CliError> {
-        let left = workpump::status(&self.url, &self.schema).await?.outbox_depth();
-        Ok((left > 0).then(|| format!("{left} messages are still in the outbox after the drain")))
+        let categories = workpump::status(&self.url, &self.schema).await?.categories;
+        let left: i64 = categories.iter().map(|category| category.depth() + category.dead_letters).sum();
+        Ok((left > 0).then(|| format!("{left} messages were given up or are still there after the drain")))
     }
 }
 
@@ -118,13 +117,11 @@ async fn store_all(
     while let Some(batch) = batches.recv().await {
         let batch = batch.map_err(CliError::io("read the input"))?;
         let bytes = batch.iter().map(|entry| entry.bytes as u64).sum();
-        let (messages, lines) = progress.borrow_mut().prepare(batch)?;
+        let (messages, lines) = progress.borrow_mut().prepare(batch);
         let stored = store.store(&messages).await?;
         let mut progress = progress.borrow_mut();
         for (at, reason) in stored.refused {
-            if let Some(id) = messages[at].message_id {
-                progress.ledger.refused(id);
-            }
+            progress.ledger.refused(messages[at].message_id());
             progress.refuse(lines[at], reason);
         }
         progress.stored += stored.new;
@@ -179,39 +176,32 @@ async fn watch(
 
 impl Progress {
     /// Makes messages of a batch and enters them in the ledger. The second list holds their lines.
-    fn prepare(&mut self, batch: Vec<Entry<Draft>>) -> Result<(Vec<NewOutbox>, Vec<u64>), CliError> {
+    fn prepare(&mut self, batch: Vec<Entry<Draft>>) -> (Vec<NewOutbox>, Vec<u64>) {
         let (mut messages, mut lines) = (Vec::with_capacity(batch.len()), Vec::with_capacity(batch.len()));
         for Entry { line, value, .. } in batch {
             self.messages += 1;
             match value {
                 Ok(draft) => {
-                    messages.push(self.message(line, draft)?);
+                    messages.push(self.message(line, &draft));
                     lines.push(line);
                 }
                 Err(reason) => self.refuse(line, reason),
             }
         }
-        Ok((messages, lines))
+        (messages, lines)
     }
 
-    fn message(&mut self, line: u64, draft: Draft) -> Result<NewOutbox, CliError> {
-        let message_id = Uuid::now_v7();
+    fn message(&mut self, line: u64, draft: &Draft) -> NewOutbox {
         let stream = draft.stream_key.as_deref().map(stream_id);
         let position = stream.map(|stream| self.ledger.next_position(stream));
-        self.ledger.expect(message_id, stream, position.unwrap_or(0));
         let metadata =
             serde_json::json!({ "stream_key": draft.stream_key, "position": position, "line": line });
-        let metadata =
-            to_raw_value(&metadata).map_err(|e| CliError::Failed(format!("metadata of line {line}: {e}")))?;
-        Ok(NewOutbox {
-            message_id: Some(message_id),
-            stream_id: stream,
-            message_type: draft.message_type.to_owned(),
-            destination: None,
-            payload: draft.payload,
-            metadata: Some(metadata),
-            scheduled_for: None,
-        })
+        let mut message = NewOutbox::new(draft.message_type, &draft.payload).metadata(&metadata);
+        if let Some(stream) = stream {
+            message = message.stream(stream);
+        }
+        self.ledger.expect(message.message_id(), stream, position.unwrap_or(0));
+        message
     }
 
     fn refuse(&mut self, line: u64, reason: String) {
