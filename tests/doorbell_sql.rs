@@ -1,0 +1,308 @@
+//! Doorbells: who sleeps and should wake is rung, nobody else, and no commit slips by.
+
+mod common;
+mod sql;
+
+use sql::{Listener, beat, instance, member, refused, rings, run, stream, until_waiting, value};
+use tokio_postgres::Client;
+use uuid::Uuid;
+
+/// A member that sleeps: its session holds the arm lock.
+async fn sleeper(db: &common::Database, id: Uuid) -> Client {
+    let client = db.connect().await;
+    assert!(beat(&client, id).await);
+    assert!(value::<bool>(&client, &format!("select pg_try_advisory_lock(wh_arm_key('{id}'))")).await);
+    client
+}
+
+fn put(items: &[Option<Uuid>]) -> String {
+    let items: Vec<String> = items
+        .iter()
+        .map(|stream| {
+            let stream = stream.map(|stream| format!(r#", "stream_id": "{stream}""#)).unwrap_or_default();
+            format!(r#"{{"message_type": "t", "payload": 1{stream}}}"#)
+        })
+        .collect();
+    format!("select store_outbox_messages('[{}]')", items.join(","))
+}
+
+async fn assign(client: &Client, stream: Uuid, owner: Uuid) {
+    run(client, &format!(
+        "insert into wh_active_streams (stream_id, assigned_instance_id, lease_expiry) values ('{stream}', '{owner}', clock_timestamp() + interval '1 min') \
+         on conflict (stream_id) do update set assigned_instance_id = excluded.assigned_instance_id"
+    )).await;
+}
+
+/// A stream that falls to the nth of `count` members by partition.
+async fn stream_of_share(client: &Client, count: i32, n: i32) -> Uuid {
+    for candidate in 1000.. {
+        let stream = stream(candidate);
+        if value::<i32>(client, &format!("select compute_partition('{stream}') % {count}")).await == n {
+            return stream;
+        }
+    }
+    unreachable!()
+}
+
+#[tokio::test]
+async fn a_channel_fits_what_postgres_allows_and_names_its_schema() {
+    let db = common::database().await;
+    let client = db.connect().await;
+    let channel: String = value(&client, &format!("select wh_work_channel('{}')", instance(1))).await;
+    assert_eq!(channel, format!("wh_work_{}", instance(1)));
+    let schema = "a schema with a rather long name";
+    workpump::pg::migrate::migrate(db.url(), schema).await.unwrap();
+    let tagged: String =
+        value(&client, &format!("select \"{schema}\".wh_work_channel('{}')", instance(1))).await;
+    assert!(
+        tagged.len() <= 63 && tagged.starts_with("wh_work_") && tagged.ends_with(&instance(1).to_string()),
+        "{tagged}"
+    );
+    assert_ne!(tagged, channel);
+    run(&client, &format!("listen \"{tagged}\"; select pg_notify('{tagged}', 'outbox')")).await;
+    assert_eq!(value::<String>(&client, "select pg_listening_channels()").await, tagged);
+    let keys = format!(
+        "select count(distinct k) from unnest(array[wh_alive_key('{0}'), wh_arm_key('{0}'), wh_member_key('{0}'), \
+        \"{schema}\".wh_alive_key('{0}'), \"{schema}\".wh_arm_key('{0}'), wh_alive_key('{1}'), wh_arm_key('{1}')]) k",
+        instance(1),
+        instance(2)
+    );
+    assert_eq!(value::<i64>(&client, &keys).await, 7, "no two purposes share a key");
+}
+
+#[tokio::test]
+async fn a_sleeper_is_rung_once_per_transaction_and_one_awake_is_not() {
+    let db = common::database().await;
+    let producer = db.connect().await;
+    let me = instance(1);
+    let consumer = sleeper(&db, me).await;
+    let mut listener = Listener::for_instances(db.url(), &[me]).await;
+    run(&producer, &put(&[Some(stream(1))])).await;
+    assert_eq!(listener.rung().await, rings(&[(1, "outbox")]));
+    // Still asleep: as long as nobody took the lock back every commit rings, however much is pending.
+    run(&producer, &format!("begin; {}; {}; commit", put(&[Some(stream(1)), None]), put(&[Some(stream(1))])))
+        .await;
+    assert_eq!(listener.rung().await, rings(&[(1, "outbox")]));
+    run(&consumer, &format!("select pg_advisory_unlock(wh_arm_key('{me}'))")).await;
+    run(&producer, &put(&[Some(stream(1)), None])).await;
+    assert_eq!(listener.rung().await, []);
+}
+
+#[tokio::test]
+async fn nobody_falls_asleep_while_an_unrung_producer_is_open() {
+    let db = common::database().await;
+    let (producer, consumer, watcher) = (db.connect().await, db.connect().await, db.connect().await);
+    let me = instance(1);
+    beat(&consumer, me).await;
+    for level in ["read committed", "repeatable read", "serializable"] {
+        run(&producer, &format!("begin isolation level {level}; {}", put(&[Some(stream(1))]))).await;
+        let arm = format!("select pg_try_advisory_lock(wh_arm_key('{me}'))");
+        assert!(!value::<bool>(&consumer, &arm).await, "{level}");
+        // It queues for the lock; from then on every other producer rings.
+        let consumer_pid = sql::pid(&consumer).await;
+        let queued = format!("select pg_advisory_lock(wh_arm_key('{me}'))");
+        let commit = async {
+            until_waiting(&watcher, consumer_pid).await;
+            run(&producer, "commit").await;
+        };
+        let ((), ()) = futures_util::future::join(run(&consumer, &queued), commit).await;
+        assert!(
+            value::<i64>(&consumer, "select count(*) from wh_outbox where claimable_at is null").await > 0,
+            "{level}: granted after the rows are visible"
+        );
+        run(&consumer, "select pg_advisory_unlock_all()").await;
+    }
+}
+
+#[tokio::test]
+async fn a_producer_that_rolls_back_rings_nobody() {
+    let db = common::database().await;
+    let producer = db.connect().await;
+    let me = instance(1);
+    let _consumer = sleeper(&db, me).await;
+    let mut listener = Listener::for_instances(db.url(), &[me]).await;
+    run(&producer, &format!("begin; {}; rollback", put(&[None]))).await;
+    run(&producer, &format!("begin; savepoint s; {}; rollback to s; commit", put(&[None]))).await;
+    assert_eq!(listener.rung().await, []);
+}
+
+#[tokio::test]
+async fn only_what_is_due_rings_and_neither_update_nor_delete_does() {
+    let db = common::database().await;
+    let producer = db.connect().await;
+    let me = instance(1);
+    let _consumer = sleeper(&db, me).await;
+    let mut listener = Listener::for_instances(db.url(), &[me]).await;
+    let later = format!(
+        r#"select store_outbox_messages('[{{"message_type": "t", "payload": 1, "stream_id": "{}", "scheduled_for": "2100-01-01T00:00:00Z"}}, {{"message_type": "t", "payload": 1, "scheduled_for": "infinity"}}]')"#,
+        stream(7)
+    );
+    run(&producer, &later).await;
+    assert_eq!(listener.rung().await, []);
+    assert_eq!(
+        value::<i64>(&producer, "select count(*) from wh_active_streams").await,
+        1,
+        "its stream is noted all the same"
+    );
+    run(&producer, "update wh_outbox set scheduled_for = null; delete from wh_outbox; insert into wh_outbox (message_type, payload) select 't', '1' where false").await;
+    assert_eq!(listener.rung().await, []);
+    run(&producer, &later.replace("2100-01-01", "2001-01-01")).await;
+    assert_eq!(listener.rung().await, rings(&[(1, "outbox")]));
+}
+
+#[tokio::test]
+async fn every_category_names_itself() {
+    let db = common::database().await;
+    let producer = db.connect().await;
+    let me = instance(1);
+    let _consumer = sleeper(&db, me).await;
+    let mut listener = Listener::for_instances(db.url(), &[me]).await;
+    let id = stream(1);
+    run(&producer, &format!(
+        "begin; {}; select store_inbox_messages('[{{\"message_type\": \"t\", \"payload\": 1}}]'); \
+         select store_perspective_events('[{{\"stream_id\": \"{id}\", \"perspective_name\": \"p\", \"event_id\": \"{id}\"}}]'); \
+         select store_receptor_work('[{{\"receptor_name\": \"r\", \"event_id\": \"{id}\"}}]'); commit",
+        put(&[None])
+    )).await;
+    assert_eq!(
+        listener.rung().await,
+        rings(&[(1, "inbox"), (1, "outbox"), (1, "perspective_event"), (1, "receptor")])
+    );
+}
+
+#[tokio::test]
+async fn the_owner_of_a_stream_is_rung_else_its_share_and_never_the_dead_or_the_full() {
+    let db = common::database().await;
+    let producer = db.connect().await;
+    let ids = [1, 2, 3].map(instance);
+    let mut sleepers = Vec::new();
+    for id in ids {
+        sleepers.push(sleeper(&db, id).await);
+    }
+    let mut listener = Listener::for_instances(db.url(), &ids).await;
+    let share_of_first = stream_of_share(&producer, 3, 0).await;
+    let (owned, dead_owner) = (stream(1), stream_of_share(&producer, 3, 1).await);
+    assign(&producer, owned, ids[2]).await;
+    assign(&producer, dead_owner, instance(99)).await;
+    run(&producer, &put(&[Some(owned)])).await;
+    assert_eq!(listener.rung().await, rings(&[(3, "outbox")]));
+    run(&producer, &put(&[Some(owned), Some(share_of_first)])).await;
+    assert_eq!(listener.rung().await, rings(&[(1, "outbox"), (3, "outbox")]));
+    run(&producer, &put(&[Some(dead_owner)])).await;
+    assert_eq!(listener.rung().await, rings(&[(2, "outbox")]), "the owner is no member");
+    // Stale and without a lock, then alive but taking no work: both fall out of the count.
+    run(&producer, &format!("update wh_service_instances set last_heartbeat_at = clock_timestamp() - interval '40 s' where instance_id = '{}'", ids[2])).await;
+    run(
+        &producer,
+        &format!("update wh_service_instances set accepts_work = false where instance_id = '{}'", ids[1]),
+    )
+    .await;
+    run(&producer, &put(&[Some(owned), Some(share_of_first), Some(dead_owner)])).await;
+    assert_eq!(listener.rung().await, rings(&[(1, "outbox")]));
+    // The lock alone keeps a late beater in the count.
+    run(&sleepers[2], &format!("select claim_instance_alive_lock('{}')", ids[2])).await;
+    run(&producer, &put(&[Some(owned)])).await;
+    assert_eq!(listener.rung().await, rings(&[(3, "outbox")]));
+}
+
+#[tokio::test]
+async fn unordered_rows_of_a_category_are_one_queue_with_one_taker() {
+    let db = common::database().await;
+    let producer = db.connect().await;
+    let ids = [1, 2, 3].map(instance);
+    let mut sleepers = Vec::new();
+    for id in ids {
+        sleepers.push(sleeper(&db, id).await);
+    }
+    let mut listener = Listener::for_instances(db.url(), &ids).await;
+    run(&producer, &put(&[None; 100])).await;
+    assert_eq!(listener.rung().await.len(), 1);
+}
+
+#[tokio::test]
+async fn without_anybody_alive_storing_is_silent() {
+    let db = common::database().await;
+    let producer = db.connect().await;
+    let mut listener = Listener::for_instances(db.url(), &[instance(1)]).await;
+    run(&producer, &put(&[None, Some(stream(1))])).await;
+    member(&producer, instance(1), 40).await;
+    run(&producer, &put(&[None, Some(stream(1))])).await;
+    assert_eq!(
+        value::<i32>(
+            &producer,
+            &format!("select notify_instance_owners('outbox', array['{}'::uuid])", stream(1))
+        )
+        .await,
+        0
+    );
+    assert_eq!(listener.rung().await, []);
+}
+
+#[tokio::test]
+async fn the_bell_by_hand_rings_owners_and_shares_asleep_or_not() {
+    let db = common::database().await;
+    let client = db.connect().await;
+    let ids = [1, 2, 3].map(instance);
+    for id in ids {
+        beat(&client, id).await;
+    }
+    let mut listener = Listener::for_instances(db.url(), &ids).await;
+    assign(&client, stream(1), ids[1]).await;
+    assign(&client, stream(2), ids[1]).await;
+    let free = stream_of_share(&client, 3, 2).await;
+    let ring = |category: &str, streams: &str| {
+        format!("select notify_instance_owners('{category}', array[{streams}]::uuid[])")
+    };
+    let owned = format!("'{}', '{}'", stream(1), stream(2));
+    assert_eq!(value::<i32>(&client, &ring("inbox", &owned)).await, 1);
+    assert_eq!(listener.rung().await, rings(&[(2, "inbox")]), "all owned: no share is rung");
+    assert_eq!(value::<i32>(&client, &ring("receptor", &format!("{owned}, '{free}'"))).await, 2);
+    assert_eq!(listener.rung().await, rings(&[(2, "receptor"), (3, "receptor")]));
+    assert_eq!(value::<i32>(&client, &ring("outbox", "null")).await, 0);
+    assert_eq!(value::<i32>(&client, "select notify_instance_owners('outbox', null)").await, 0);
+    assert_eq!(listener.rung().await, []);
+    for (category, quoted) in [("'letters'", "'letters'"), ("null", "null")] {
+        let (code, message, hint) =
+            refused(&client, &format!("select notify_instance_owners({category}, '{{}}')")).await;
+        assert_eq!(code, "WH002");
+        assert!(message.contains(quoted) && hint.contains("perspective_event"), "{message}, {hint}");
+    }
+}
+
+#[tokio::test]
+async fn who_has_no_permits_passes_the_ring_to_a_sleeper() {
+    let db = common::database().await;
+    let client = db.connect().await;
+    let ids = [1, 2, 3].map(instance);
+    for id in ids {
+        beat(&client, id).await;
+    }
+    let mut listener = Listener::for_instances(db.url(), &ids).await;
+    let pass = format!("select wh_pass_ring('{}', 'outbox')", ids[0]);
+    assert_eq!(value::<Option<Uuid>>(&client, &pass).await, None);
+    let _asleep = sleeper(&db, ids[2]).await;
+    assert_eq!(value::<Option<Uuid>>(&client, &pass).await, Some(ids[2]));
+    assert_eq!(listener.rung().await, rings(&[(3, "outbox")]));
+}
+
+#[tokio::test]
+async fn a_two_phase_producer_skips_the_bell_by_a_setting() {
+    let db = common::database().await;
+    let producer = db.connect().await;
+    let me = instance(1);
+    let _consumer = sleeper(&db, me).await;
+    let mut listener = Listener::for_instances(db.url(), &[me]).await;
+    run(&producer, &format!("begin; {}", put(&[None]))).await;
+    let (code, ..) = refused(&producer, &format!("prepare transaction '{}-rings'", db.name())).await;
+    assert_eq!(code, "0A000", "PostgreSQL cannot prepare a NOTIFY");
+    run(&producer, "rollback").await;
+    run(
+        &producer,
+        &format!("begin; set local workpump.skip_doorbells = on; {}", put(&[None, Some(stream(1))])),
+    )
+    .await;
+    run(&producer, &format!("prepare transaction '{0}-silent'", db.name())).await;
+    run(&producer, &format!("commit prepared '{0}-silent'", db.name())).await;
+    assert_eq!(value::<i64>(&producer, "select count(*) from wh_outbox").await, 2);
+    assert_eq!(listener.rung().await, []);
+}

@@ -1,0 +1,359 @@
+//! Storing: one answer per item, order kept inside a stream, and a mistake is named instead of stored.
+
+mod common;
+mod sql;
+
+use sql::{column, refused, run, stream, value};
+use tokio_postgres::Client;
+use uuid::Uuid;
+
+/// Calls a store function; (id, new) per item.
+async fn store(client: &Client, function: &str, items: &str) -> Vec<(Uuid, bool)> {
+    let sql = format!("select * from {function}('{items}')");
+    let rows = client.query(&sql, &[]).await.unwrap_or_else(|e| panic!("{sql}: {e:?}"));
+    rows.iter().map(|row| (row.get(0), row.get(1))).collect()
+}
+
+fn uuid(n: u128) -> Uuid {
+    Uuid::from_u128(n)
+}
+
+#[tokio::test]
+async fn a_message_gets_defaults_and_keeps_every_field_given() {
+    let db = common::database().await;
+    let client = db.connect().await;
+    let items = format!(
+        r#"[{{"message_type": "plain", "payload": null}},
+            {{"message_id": "{}", "stream_id": "{}", "destination": "d", "message_type": "full", "payload": {{"a": [1]}}, "metadata": {{"m": 1}}, "scheduled_for": "2100-01-01T00:00:00Z"}},
+            {{"message_type": "nulls", "payload": 0, "message_id": null, "stream_id": null, "destination": null, "metadata": null, "scheduled_for": null}}]"#,
+        uuid(1),
+        stream(1)
+    );
+    let stored = store(&client, "store_outbox_messages", &items).await;
+    assert_eq!(stored.len(), 3);
+    assert_eq!(stored[1], (uuid(1), true));
+    let rows: Vec<String> = column(&client, "select concat_ws('|', message_type, payload, coalesce(destination, '-'), coalesce(stream_id::text, '-'), coalesce(metadata::text, '-'), \
+        coalesce(partition_number::text, '-'), scheduled_for is not null, instance_id is null, claim_epoch, attempts) from wh_outbox order by message_type").await;
+    let share: i32 = value(&client, &format!("select compute_partition('{}')", stream(1))).await;
+    assert_eq!(
+        rows,
+        [
+            format!("full|{{\"a\": [1]}}|d|{}|{{\"m\": 1}}|{share}|t|t|0|0", stream(1)),
+            "nulls|0|-|-|-|-|f|t|0|0".to_owned(),
+            "plain|null|-|-|-|-|f|t|0|0".to_owned(),
+        ]
+    );
+}
+
+#[tokio::test]
+async fn a_message_stored_before_is_an_answer_in_its_place() {
+    let db = common::database().await;
+    let client = db.connect().await;
+    for function in ["store_outbox_messages", "store_inbox_messages"] {
+        let item = |n| format!(r#"{{"message_id": "{}", "message_type": "t", "payload": {n}}}"#, uuid(n));
+        assert_eq!(store(&client, function, &format!("[{}]", item(2))).await, [(uuid(2), true)]);
+        let again =
+            store(&client, function, &format!("[{}, {}, {}, {}]", item(3), item(2), item(1), item(3))).await;
+        assert_eq!(
+            again,
+            [(uuid(3), true), (uuid(2), false), (uuid(1), true), (uuid(3), false)],
+            "{function}"
+        );
+        assert_eq!(store(&client, function, "[]").await, []);
+    }
+    assert_eq!(value::<i64>(&client, "select count(*) from wh_outbox").await, 3);
+}
+
+#[tokio::test]
+async fn the_inbox_remembers_a_message_after_its_row_is_gone() {
+    let db = common::database().await;
+    let client = db.connect().await;
+    let items = format!(
+        r#"[{{"message_id": "{}", "message_type": "t", "payload": 1, "handler_name": "h"}}]"#,
+        uuid(1)
+    );
+    assert_eq!(store(&client, "store_inbox_messages", &items).await, [(uuid(1), true)]);
+    run(&client, "delete from wh_inbox").await;
+    assert_eq!(store(&client, "store_inbox_messages", &items).await, [(uuid(1), false)]);
+    assert_eq!(value::<i64>(&client, "select count(*) from wh_inbox").await, 0);
+    // A row that came by plain INSERT is no error either.
+    run(
+        &client,
+        &format!("insert into wh_inbox (message_id, message_type, payload) values ('{}', 't', '1')", uuid(2)),
+    )
+    .await;
+    let items = items.replace(&uuid(1).to_string(), &uuid(2).to_string());
+    assert_eq!(store(&client, "store_inbox_messages", &items).await, [(uuid(2), false)]);
+}
+
+#[tokio::test]
+async fn the_order_of_the_array_is_the_order_in_the_stream() {
+    let db = common::database().await;
+    let client = db.connect().await;
+    let items: Vec<String> = (0..60)
+        .map(|n| {
+            format!(
+                r#"{{"message_type": "{n}", "payload": 1, "stream_id": "{}", "message_id": "{}"}}"#,
+                stream(n % 3),
+                uuid(1000 - n)
+            )
+        })
+        .collect();
+    store(&client, "store_outbox_messages", &format!("[{}]", items.join(","))).await;
+    for s in 0..3 {
+        let order: Vec<String> = column(
+            &client,
+            &format!("select message_type from wh_outbox where stream_id = '{}' order by seq", stream(s)),
+        )
+        .await;
+        let expected: Vec<String> = (0..60).filter(|n| n % 3 == s).map(|n| n.to_string()).collect();
+        assert_eq!(order, expected);
+    }
+}
+
+#[tokio::test]
+async fn perspective_and_receptor_work_keep_the_id_they_have() {
+    let db = common::database().await;
+    let client = db.connect().await;
+    let event = |n: u128, name: &str, s: u128| {
+        format!(
+            r#"{{"stream_id": "{}", "perspective_name": "{name}", "event_id": "{}"}}"#,
+            stream(s),
+            uuid(n)
+        )
+    };
+    let first = store(
+        &client,
+        "store_perspective_events",
+        &format!("[{}, {}, {}]", event(1, "p", 1), event(1, "q", 1), event(1, "p", 1)),
+    )
+    .await;
+    assert_eq!(first.iter().map(|(_, new)| *new).collect::<Vec<_>>(), [true, true, false]);
+    assert_eq!(first[0].0, first[2].0);
+    let second =
+        store(&client, "store_perspective_events", &format!("[{}, {}]", event(2, "p", 1), event(1, "q", 1)))
+            .await;
+    assert_eq!(second[1], (first[1].0, false));
+    assert!(second[0].1);
+    let receptor =
+        |n: u128, more: &str| format!(r#"[{{"receptor_name": "r", "event_id": "{}"{more}}}]"#, uuid(n));
+    let one = store(&client, "store_receptor_work", &receptor(1, &format!(r#", "id": "{}""#, uuid(7)))).await;
+    assert_eq!(one, [(uuid(7), true)]);
+    assert_eq!(store(&client, "store_receptor_work", &receptor(1, "")).await, [(uuid(7), false)]);
+    // An id that is taken by other work is an error, not a loss.
+    let (code, ..) = refused(
+        &client,
+        &format!("select store_receptor_work('{}')", receptor(2, &format!(r#", "id": "{}""#, uuid(7)))),
+    )
+    .await;
+    assert_eq!(code, "23505");
+}
+
+#[tokio::test]
+async fn a_mistake_is_named_with_its_field_and_place_and_nothing_is_stored() {
+    let db = common::database().await;
+    let client = db.connect().await;
+    let good = r#"{"message_type": "t", "payload": 1}"#;
+    for (function, items, parts) in [
+        ("store_outbox_messages", "null".to_owned(), vec!["not an array"]),
+        ("store_outbox_messages", "{}".to_owned(), vec!["object", "not an array"]),
+        ("store_outbox_messages", format!("[{good}, 4]"), vec!["item 1", "number", "not an object"]),
+        (
+            "store_outbox_messages",
+            format!("[{good}, {{\"message_type\": \"t\", \"paylod\": 1}}]"),
+            vec!["item 1", "unknown field \"paylod\""],
+        ),
+        (
+            "store_outbox_messages",
+            format!("[{good}, {{\"message_type\": \"t\"}}]"),
+            vec!["item 1", "lacks the field \"payload\""],
+        ),
+        (
+            "store_outbox_messages",
+            "[{\"payload\": 1}]".to_owned(),
+            vec!["item 0", "lacks the field \"message_type\""],
+        ),
+        (
+            "store_outbox_messages",
+            "[{\"payload\": 1, \"message_type\": null}]".to_owned(),
+            vec!["item 0", "lacks the field \"message_type\""],
+        ),
+        (
+            "store_outbox_messages",
+            "[{\"payload\": 1, \"message_type\": 5}]".to_owned(),
+            vec!["item 0", "message_type", ": 5 "],
+        ),
+        (
+            "store_outbox_messages",
+            "[{\"payload\": 1, \"message_type\": \"\"}]".to_owned(),
+            vec!["item 0", "message_type", "empty"],
+        ),
+        (
+            "store_inbox_messages",
+            "[{\"payload\": 1, \"message_type\": \"t\", \"destination\": \"d\"}]".to_owned(),
+            vec!["item 0", "unknown field \"destination\"", "store_inbox_messages"],
+        ),
+        (
+            "store_inbox_messages",
+            "[{\"payload\": 1, \"message_type\": \"t\", \"handler_name\": {}}]".to_owned(),
+            vec!["item 0", "handler_name", "{}"],
+        ),
+        (
+            "store_outbox_messages",
+            "[{\"payload\": 1, \"message_type\": \"t\", \"stream_id\": \"x-1\"}]".to_owned(),
+            vec!["item 0", "stream_id", "\"x-1\""],
+        ),
+        (
+            "store_outbox_messages",
+            format!("[{{\"payload\": 1, \"message_type\": \"t\", \"stream_id\": \"{}\"}}]", uuid(0)),
+            vec!["item 0", "stream_id", "all-zero"],
+        ),
+        (
+            "store_outbox_messages",
+            "[{\"payload\": 1, \"message_type\": \"t\", \"message_id\": 12345678123456781234567812345678}]"
+                .to_owned(),
+            vec!["item 0", "message_id", "not a string"],
+        ),
+        (
+            "store_outbox_messages",
+            "[{\"payload\": 1, \"message_type\": \"t\", \"scheduled_for\": \"soon\"}]".to_owned(),
+            vec!["item 0", "scheduled_for", "\"soon\""],
+        ),
+        (
+            "store_outbox_messages",
+            "[{\"payload\": 1, \"message_type\": \"t\", \"scheduled_for\": 20300101}]".to_owned(),
+            vec!["item 0", "scheduled_for", "20300101"],
+        ),
+        (
+            "store_perspective_events",
+            format!("[{{\"perspective_name\": \"p\", \"event_id\": \"{}\"}}]", uuid(1)),
+            vec!["item 0", "lacks the field \"stream_id\""],
+        ),
+        (
+            "store_perspective_events",
+            format!(
+                "[{{\"perspective_name\": \"p\", \"event_id\": \"{}\", \"stream_id\": \"{}\"}}]",
+                uuid(0),
+                stream(1)
+            ),
+            vec!["item 0", "event_id", "all-zero"],
+        ),
+        (
+            "store_receptor_work",
+            format!("[{{\"event_id\": \"{}\"}}]", uuid(1)),
+            vec!["item 0", "lacks the field \"receptor_name\""],
+        ),
+        (
+            "store_receptor_work",
+            "[{\"receptor_name\": \"r\", \"event_id\": \"z\"}]".to_owned(),
+            vec!["item 0", "event_id", "\"z\""],
+        ),
+    ] {
+        let (code, message, hint) = refused(&client, &format!("select {function}('{items}')")).await;
+        assert_eq!(code, "22023", "{items}: {message}");
+        for part in parts {
+            assert!(message.contains(part), "{items}: {part:?} is not in {message:?}");
+        }
+        assert!(!hint.is_empty() && !hint.contains("defect"), "{items}: {hint}");
+    }
+    let (code, ..) = refused(&client, "select store_outbox_messages(null)").await;
+    assert_eq!(code, "22023");
+    for table in [
+        "wh_outbox",
+        "wh_inbox",
+        "wh_perspective_events",
+        "wh_receptor_processing",
+        "wh_active_streams",
+        "wh_message_deduplication",
+    ] {
+        assert_eq!(value::<i64>(&client, &format!("select count(*) from {table}")).await, 0, "{table}");
+    }
+}
+
+#[tokio::test]
+async fn the_all_zero_stream_is_refused_for_a_plain_insert_too() {
+    let db = common::database().await;
+    let client = db.connect().await;
+    let (code, ..) = refused(
+        &client,
+        &format!("insert into wh_outbox (message_type, payload, stream_id) values ('t', '1', '{}')", uuid(0)),
+    )
+    .await;
+    assert_eq!(code, "23514");
+    run(
+        &client,
+        &format!(
+            "insert into wh_outbox (message_type, payload, stream_id) values ('t', '1', '{}')",
+            stream(1)
+        ),
+    )
+    .await;
+    assert_eq!(
+        value::<i64>(&client, "select count(*) from wh_active_streams").await,
+        1,
+        "a plain INSERT is noted as well"
+    );
+}
+
+#[tokio::test]
+async fn new_streams_are_noted_once_and_producers_in_opposite_order_do_not_deadlock() {
+    let db = common::database().await;
+    let (one, two) = (db.connect().await, db.connect().await);
+    let put = |s: u128| {
+        format!(
+            "select store_outbox_messages('[{{\"message_type\": \"t\", \"payload\": 1, \"stream_id\": \"{}\"}}]')",
+            stream(s)
+        )
+    };
+    run(&one, "set deadlock_timeout = '10ms'; begin").await;
+    run(&two, "set deadlock_timeout = '10ms'; set lock_timeout = '2s'; begin").await;
+    run(&one, &put(1)).await;
+    run(&two, &put(2)).await;
+    run(&one, &put(2)).await;
+    run(&two, &put(1)).await;
+    run(&one, "commit").await;
+    run(&two, "commit").await;
+    assert_eq!(value::<i64>(&one, "select count(*) from wh_active_streams").await, 2);
+    run(&one, &put(1)).await;
+    assert_eq!(value::<i64>(&one, "select count(*) from wh_active_streams").await, 2);
+}
+
+#[tokio::test]
+async fn a_repeatable_read_producer_is_not_failed_by_a_stream_that_came_meanwhile() {
+    let db = common::database().await;
+    let (one, two) = (db.connect().await, db.connect().await);
+    let put = format!(
+        "select store_outbox_messages('[{{\"message_type\": \"t\", \"payload\": 1, \"stream_id\": \"{}\"}}]')",
+        stream(1)
+    );
+    run(&one, "begin isolation level repeatable read; select 1").await;
+    run(&two, &put).await;
+    run(&one, &format!("{put}; commit")).await;
+    assert_eq!(value::<i64>(&one, "select count(*) from wh_outbox").await, 2);
+}
+
+#[tokio::test]
+async fn two_deliveries_of_one_batch_in_opposite_order_store_each_message_once() {
+    let db = common::database().await;
+    let (one, two) = (db.connect().await, db.connect().await);
+    for round in 0..20_u128 {
+        let mut items: Vec<String> = (0..50)
+            .map(|n| {
+                format!(
+                    r#"{{"message_id": "{}", "message_type": "t", "payload": 1}}"#,
+                    uuid(1 + round * 50 + n)
+                )
+            })
+            .collect();
+        let forward = format!("[{}]", items.join(","));
+        items.reverse();
+        let backward = format!("[{}]", items.join(","));
+        let (a, b) = futures_util::future::join(
+            store(&one, "store_inbox_messages", &forward),
+            store(&two, "store_inbox_messages", &backward),
+        )
+        .await;
+        assert_eq!(a.iter().chain(&b).filter(|(_, new)| *new).count(), 50);
+    }
+    assert_eq!(value::<i64>(&one, "select count(*) from wh_inbox").await, 1000);
+}
