@@ -8,7 +8,7 @@
 --   wh_lock_runs_…      the runs of such streams, read in a new snapshot and locked
 --   wh_pick_streams_…   both, until enough rows are found
 --   wh_pick_unordered_… rows without a stream, oldest first
---   claim_orphaned_…    leases what was picked
+--   wh_claim_…          leases what was picked; claim_orphaned_… is the same by itself
 --
 -- What keeps a stream on one instance, in order (each shortcut was seen to break):
 --   1. a stream is weighed only under its bucket's try-lock, so two claims never weigh it at once;
@@ -56,12 +56,13 @@ end $wh$;
 
 -- The place of an instance among the members that accept work and are not stale: its rank from 0, and their number.
 create function @schema@.wh_member_rank(p_instance_id uuid, out member_rank int, out members int)
-language sql stable set search_path = pg_catalog, @schema@, pg_temp as $wh$
-    select (count(*) filter (where instance_id < p_instance_id))::int, greatest(count(*), 1)::int
-    from @schema@.wh_service_instances
-    where accepts_work
-      and last_heartbeat_at > clock_timestamp() - make_interval(secs => greatest(30, 2 * coalesce(heartbeat_interval_seconds, 0) + 5))
-$wh$;
+language plpgsql stable set search_path = pg_catalog, @schema@, pg_temp as $wh$
+begin
+    select (count(*) filter (where m.instance_id < p_instance_id))::int, greatest(count(*), 1)::int into member_rank, members
+    from @schema@.wh_service_instances m
+    where m.accepts_work
+      and m.last_heartbeat_at > clock_timestamp() - make_interval(secs => greatest(30, 2 * coalesce(m.heartbeat_interval_seconds, 0) + 5));
+end $wh$;
 
 -- The advisory key that stands for a stream while a claim weighs it. Streams share 1 024 keys, because a lock for each of thousands of
 -- streams would fill the server's lock table.
@@ -78,17 +79,19 @@ return (case when pg_column_compression(p_payload) is null then pg_column_size(p
 
 -- Whether an instance should take a stream before others do: its own stream, else its share of those that nobody serves.
 create function @schema@.wh_prefers(p_stream_id uuid, p_instance_id uuid, p_rank int, p_members int, p_partition_count int) returns boolean
-language sql stable set search_path = pg_catalog, @schema@, pg_temp as $wh$
-    select coalesce(
-        (select assigned_instance_id = p_instance_id from @schema@.wh_active_streams
-         where stream_id = p_stream_id and assigned_instance_id is not null and lease_expiry > clock_timestamp()),
-        @schema@.compute_partition(p_stream_id, p_partition_count) % p_members = p_rank)
-$wh$;
+language plpgsql stable set search_path = pg_catalog, @schema@, pg_temp as $wh$
+begin
+    return coalesce(
+        (select a.assigned_instance_id = p_instance_id from @schema@.wh_active_streams a
+         where a.stream_id = p_stream_id and a.assigned_instance_id is not null and a.lease_expiry > clock_timestamp()),
+        @schema@.compute_partition(p_stream_id, p_partition_count) % p_members = p_rank);
+end $wh$;
 
 -- Remembers who serves a stream. A hint for doorbells and preference, so rows that are locked are left alone, and a stream of one's
 -- own is written again only when half its time is over.
 create function @schema@.wh_note_streams(p_streams uuid[], p_instance_id uuid, p_expiry timestamptz) returns void
-language sql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
+language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
+begin
     update @schema@.wh_active_streams
     set assigned_instance_id = p_instance_id, lease_expiry = p_expiry, last_activity_at = clock_timestamp()
     where stream_id = any (array(
@@ -99,8 +102,8 @@ language sql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
                   and (a.lease_expiry is null or a.lease_expiry < clock_timestamp() + (p_expiry - clock_timestamp()) / 2)
                or a.assigned_instance_id <> p_instance_id
                   and not exists (select from @schema@.wh_service_instances m where m.instance_id = a.assigned_instance_id))
-        order by a.stream_id for update of a skip locked))
-$wh$;
+        order by a.stream_id for update of a skip locked));
+end $wh$;
 
 do $wh_make$
 declare
@@ -159,24 +162,30 @@ end $wh$;
 -- Whether a claim could find anything: one indexed probe for each of unordered rows, streams, due schedules and expired leases.
 create function @schema@.wh_claimable_{x}(p_now timestamptz, p_since timestamptz, p_front bigint) returns boolean
 language plpgsql stable set search_path = pg_catalog, @schema@, pg_temp as $wh$
+declare
+    v_owner uuid := '00000000-0000-0000-0000-000000000000';
 begin
-    return exists (select from {t} where {done} is null and claimable_at is null and stream_id is null and seq > p_front)
-        or exists (select from {t} where {done} is null and claimable_at is null and stream_id is not null)
-        or exists (select from {t} where {done} is null and claimable_at is not null and instance_id is null
-                   and claimable_at > p_since and claimable_at <= p_now)
-        or exists (
-            with recursive owner as (
-                (select o.instance_id from {t} o where o.{done} is null and o.claimable_at is not null and o.instance_id is not null
-                 order by o.instance_id limit 1)
-                union all
-                select (select o.instance_id from {t} o where o.{done} is null and o.claimable_at is not null
-                        and o.instance_id > owner.instance_id order by o.instance_id limit 1)
-                from owner where owner.instance_id is not null
-            )
-            select from owner cross join lateral (
-                select from {t} d where d.{done} is null and d.claimable_at is not null
-                    and d.instance_id = owner.instance_id and d.claimable_at > p_since and d.claimable_at <= p_now
-                order by d.instance_id, d.claimable_at limit 1) due);
+    if exists (select from {t} where {done} is null and claimable_at is null and stream_id is null and seq > p_front) then
+        return true;
+    end if;
+    if exists (select from {t} where {done} is null and claimable_at is null and stream_id is not null) then
+        return true;
+    end if;
+    if exists (select from {t} where {done} is null and claimable_at is not null and instance_id is null
+               and claimable_at > p_since and claimable_at <= p_now) then
+        return true;
+    end if;
+    loop
+        select o.instance_id into v_owner from {t} o
+        where o.{done} is null and o.claimable_at is not null and o.instance_id > v_owner
+        order by o.instance_id limit 1;
+        exit when not found;
+        if exists (select from {t} d where d.{done} is null and d.claimable_at is not null
+                   and d.instance_id = v_owner and d.claimable_at > p_since and d.claimable_at <= p_now) then
+            return true;
+        end if;
+    end loop;
+    return false;
 end $wh$;
 
 -- Visits the next p_visits streams after (p_stream, p_lane) and up to (p_until, p_until_lane) that have a fresh row. Returns those that
@@ -324,16 +333,12 @@ begin
     p_bytes := p_bytes - v_size;
 end $wh$;
 
-create function @schema@.claim_orphaned_{x}(
-    p_instance_id uuid, p_lease_seconds int default 300, p_max_rows int default 1000, p_stream_run int default 100,
-    p_max_bytes bigint default 16777216, p_rank int default 0, p_members int default 1, p_partition_count int default 10000
+-- Leases fresh rows of one category. Its callers fix the planner's choices: see claim_work.
+create function @schema@.wh_claim_{x}(
+    p_instance_id uuid, p_lease_seconds int, p_max_rows int, p_stream_run int, p_max_bytes bigint, p_rank int, p_members int,
+    p_partition_count int
 ) returns setof @schema@.claimed_work
-language plpgsql volatile
-set search_path = pg_catalog, @schema@, pg_temp
--- Every statement here is a walk along one index; without these the planner falls for the empty table it was planned on.
-set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off
-set plan_cache_mode = force_generic_plan
-as $wh$
+language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
 declare
     v_now    timestamptz := clock_timestamp();
     v_expiry timestamptz := v_now + make_interval(secs => p_lease_seconds);
@@ -398,6 +403,19 @@ begin
         'whole', case when v_whole then clock_timestamp() + greatest(interval '1 second', 1000 * (clock_timestamp() - v_now))
                       else (v_mark ->> 'whole')::timestamptz end)::text, false);
 end $wh$;
+
+-- The part of claim_work for one category, by itself.
+create function @schema@.claim_orphaned_{x}(
+    p_instance_id uuid, p_lease_seconds int default 300, p_max_rows int default 1000, p_stream_run int default 100,
+    p_max_bytes bigint default 16777216, p_rank int default 0, p_members int default 1, p_partition_count int default 10000
+) returns setof @schema@.claimed_work
+language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off
+set plan_cache_mode = force_generic_plan as $wh$
+begin
+    return query select * from @schema@.wh_claim_{x}(
+        p_instance_id, p_lease_seconds, p_max_rows, p_stream_run, p_max_bytes, p_rank, p_members, p_partition_count);
+end $wh$;
 $wh_template$;
     v_kind record;
     v_sql  text;
@@ -456,7 +474,11 @@ create function @schema@.claim_work(
     p_instance_id uuid, p_max_rows int default 1000, p_lease_seconds int default 300, p_partition_count int default 10000,
     p_categories text[] default null, p_stream_run int default 100, p_max_bytes bigint default 16777216
 ) returns setof @schema@.claimed_work
-language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
+language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp
+-- Every statement of a claim is a walk along one index. With these a plan made for an empty table stays right when it is full, and
+-- nothing is planned twice in a session.
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off
+set plan_cache_mode = force_generic_plan as $wh$
 declare
     c_known  constant text[] := array['outbox', 'inbox', 'perspective_event', 'receptor'];
     v_wanted text[] := coalesce(p_categories, c_known);
@@ -501,16 +523,16 @@ begin
             v_share := case v_round when 1 then (v_left - 1) / greatest(cardinality(v_wanted) - v_place + 1, 1) + 1 else v_left end;
             exit when v_share < 1 or v_left < 1;
             if v_category = 'outbox' then
-                return query select * from @schema@.claim_orphaned_outbox(p_instance_id, p_lease_seconds, v_share, p_stream_run,
+                return query select * from @schema@.wh_claim_outbox(p_instance_id, p_lease_seconds, v_share, p_stream_run,
                     v_bytes, v_rank.member_rank, v_rank.members, p_partition_count);
             elsif v_category = 'inbox' then
-                return query select * from @schema@.claim_orphaned_inbox(p_instance_id, p_lease_seconds, v_share, p_stream_run,
+                return query select * from @schema@.wh_claim_inbox(p_instance_id, p_lease_seconds, v_share, p_stream_run,
                     v_bytes, v_rank.member_rank, v_rank.members, p_partition_count);
             elsif v_category = 'perspective_event' then
-                return query select * from @schema@.claim_orphaned_perspective_events(p_instance_id, p_lease_seconds, v_share, p_stream_run,
+                return query select * from @schema@.wh_claim_perspective_events(p_instance_id, p_lease_seconds, v_share, p_stream_run,
                     v_bytes, v_rank.member_rank, v_rank.members, p_partition_count);
             else
-                return query select * from @schema@.claim_orphaned_receptor_work(p_instance_id, p_lease_seconds, v_share, p_stream_run,
+                return query select * from @schema@.wh_claim_receptor_work(p_instance_id, p_lease_seconds, v_share, p_stream_run,
                     v_bytes, v_rank.member_rank, v_rank.members, p_partition_count);
             end if;
             get diagnostics v_count = row_count;
