@@ -76,7 +76,7 @@ fn a_wake_beats_any_depth_of_backoff() {
     in_virtual_time(async {
         let store = FakeStore::new();
         let rig = ClaimRig::start_open(Options::default(), &store);
-        sleep(Duration::from_secs(60)).await;
+        sleep(Duration::from_mins(1)).await;
         let before = store.count(Op::Claim);
         rig.addr.send(RequestImmediatePoll).await.expect("alive");
         quiesce().await;
