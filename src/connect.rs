@@ -5,6 +5,7 @@ use std::str::FromStr;
 use tokio_postgres::{Client, Config};
 
 use crate::error::Error;
+use crate::pg::migrate::{LIBRARY_VERSION, MigrateError, SchemaState, schema_state};
 use crate::pg::session::{Session, prepare};
 
 /// Reads a URL. The parser's words are passed on, the URL is not: it may hold a password.
@@ -24,4 +25,18 @@ pub async fn connect(url: &str) -> Result<Client, Error> {
     let config = parse("database", url)?;
     let session = Session::open(&config).await.map_err(|error| Error::connect(&error))?;
     Ok(session.client)
+}
+
+/// Refuses a schema that this library cannot run on, with the next step.
+pub(crate) async fn check_schema(client: &Client, schema: &str) -> Result<(), Error> {
+    match schema_state(client, schema).await? {
+        SchemaState::Current | SchemaState::Ahead { .. } => Ok(()),
+        SchemaState::Missing | SchemaState::Behind { .. } => {
+            Err(Error::NotMigrated { schema: schema.to_owned() })
+        }
+        SchemaState::NeedsNewerLibrary { migration, required } => {
+            let (schema, own) = (schema.to_owned(), LIBRARY_VERSION.to_owned());
+            Err(MigrateError::NeedsNewerLibrary { schema, migration, required, own }.into())
+        }
+    }
 }

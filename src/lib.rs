@@ -15,11 +15,13 @@ mod runtime;
 mod status;
 
 pub use connect::connect;
-pub use enqueue::{Enqueued, EnqueueError, InvalidMessage, NewInbox, NewOutbox, Producer, Stored};
+pub use enqueue::{EnqueueError, Enqueued, InvalidMessage, NewInbox, NewOutbox, Producer, Stored};
 pub use error::Error;
-pub use handler::{Context, Handler, Outcome, OutboxMessage, Publisher};
+pub use handler::{Context, Handler, OutboxMessage, Outcome, Publisher};
 pub use json::JsonError;
-pub use pg::migrate::{LIBRARY_VERSION, MigrateError, Migrated, SchemaState, migrate, migrate_on, schema_state};
+pub use pg::migrate::{
+    LIBRARY_VERSION, MigrateError, Migrated, SchemaState, migrate, migrate_on, schema_state,
+};
 pub use pg::schema_name::BadSchemaName;
 pub use pump::{Builder, WorkPump};
 pub use status::{CategoryStatus, InstanceStatus, Status, status};

@@ -18,8 +18,15 @@ fn sources(folder: &str) -> Vec<Source> {
         .map(|path| {
             let text = std::fs::read_to_string(&path).expect("a readable source");
             let code = text.split("#[cfg(test)]").next().unwrap_or_default();
-            let code = code.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<Vec<_>>().join("\n");
-            Source { path: path.strip_prefix(root).expect("below the root").to_string_lossy().into_owned(), code }
+            let code = code
+                .lines()
+                .filter(|line| !line.trim_start().starts_with("//"))
+                .collect::<Vec<_>>()
+                .join("\n");
+            Source {
+                path: path.strip_prefix(root).expect("below the root").to_string_lossy().into_owned(),
+                code,
+            }
         })
         .collect()
 }
@@ -38,7 +45,9 @@ fn collect(folder: &Path, files: &mut Vec<PathBuf>) {
 /// Every place in `folder` (but in files whose path holds one of `except`) where one of `words` stands.
 fn places(folder: &str, except: &[&str], words: &[&str]) -> Vec<String> {
     let mut found = Vec::new();
-    for source in sources(folder).iter().filter(|source| !except.iter().any(|part| source.path.contains(part))) {
+    for source in
+        sources(folder).iter().filter(|source| !except.iter().any(|part| source.path.contains(part)))
+    {
         for (number, line) in source.code.lines().enumerate() {
             for word in words.iter().filter(|word| line.contains(**word)) {
                 found.push(format!("{} (code line {}): {word}", source.path, number + 1));
@@ -52,12 +61,23 @@ fn none(rule: &str, places: &[String]) {
     assert!(places.is_empty(), "{rule}\n  {}", places.join("\n  "));
 }
 
-const SQL: [&str; 8] =
-    ["SELECT ", "INSERT INTO", "DELETE FROM", "UPDATE wh_", "\"select ", "\"insert into", "\"delete from", "\"update "];
+const SQL: [&str; 8] = [
+    "SELECT ",
+    "INSERT INTO",
+    "DELETE FROM",
+    "UPDATE wh_",
+    "\"select ",
+    "\"insert into",
+    "\"delete from",
+    "\"update ",
+];
 
 #[test]
 fn the_engine_knows_no_database() {
-    none("actors must not know a driver or SQL", &places("actors/src", &[], &["tokio_postgres", "bb8", "workpump::"]));
+    none(
+        "actors must not know a driver or SQL",
+        &places("actors/src", &[], &["tokio_postgres", "bb8", "workpump::"]),
+    );
     none("actors must not hold SQL", &places("actors/src", &[], &SQL));
 }
 
@@ -69,7 +89,9 @@ fn policies_are_pure() {
     }
     let values: Vec<String> = places("actors/src", &[], &impure)
         .into_iter()
-        .filter(|place| place.starts_with("actors/src/work.rs") || place.starts_with("actors/src/instance.rs"))
+        .filter(|place| {
+            place.starts_with("actors/src/work.rs") || place.starts_with("actors/src/instance.rs")
+        })
         .collect();
     none("work and instance are plain values", &values);
 }
@@ -89,7 +111,11 @@ fn one_actor_does_not_know_another() {
     for source in sources("actors/src/actor") {
         for other in rooms.iter().filter(|other| !source.path.contains(**other)) {
             for arrow in [format!("actor::{other}"), format!("super::{other}")] {
-                assert!(!source.code.contains(&arrow), "{} names {arrow}: only the tree may name actors", source.path);
+                assert!(
+                    !source.code.contains(&arrow),
+                    "{} names {arrow}: only the tree may name actors",
+                    source.path
+                );
             }
         }
     }
@@ -98,7 +124,9 @@ fn one_actor_does_not_know_another() {
 #[test]
 fn the_registry_knows_nothing_of_the_pump() {
     for source in sources("actors/src/registry") {
-        for line in source.code.lines().filter(|line| line.contains("crate::") && !line.contains("crate::registry")) {
+        for line in
+            source.code.lines().filter(|line| line.contains("crate::") && !line.contains("crate::registry"))
+        {
             panic!("{}: {line}: the registry could be a crate of its own", source.path);
         }
     }
@@ -108,13 +136,26 @@ fn the_registry_knows_nothing_of_the_pump() {
 fn postgres_knows_no_actor_and_no_face() {
     none(
         "pg implements ports and no more",
-        &places("src/pg", &[], &["crate::pump", "crate::cli", "workpump_actors::actor", "workpump_actors::tree", "crate::handler"]),
+        &places(
+            "src/pg",
+            &[],
+            &[
+                "crate::pump",
+                "crate::cli",
+                "workpump_actors::actor",
+                "workpump_actors::tree",
+                "crate::handler",
+            ],
+        ),
     );
 }
 
 #[test]
 fn the_command_line_uses_the_face_as_users_do() {
-    none("cli must not reach into pg", &places("src/cli", &[], &["crate::pg", "workpump::pg", "workpump_actors"]));
+    none(
+        "cli must not reach into pg",
+        &places("src/cli", &[], &["crate::pg", "workpump::pg", "workpump_actors"]),
+    );
 }
 
 #[test]
@@ -124,8 +165,18 @@ fn sql_has_an_address() {
 
 #[test]
 fn only_the_claim_actor_claims_and_only_the_heartbeat_actor_beats() {
-    none("a claim of anybody else would lease rows that nobody runs", &places("actors/src", &["actor/claim.rs", "actor/claim/", "testing"], &["store.claim(", ".claim(ClaimRequest"]));
-    none("a beat of anybody else would vouch for an actor that is gone", &places("actors/src", &["actor/heartbeat.rs", "testing"], &[".beat(", ".deregister("]));
+    none(
+        "a claim of anybody else would lease rows that nobody runs",
+        &places(
+            "actors/src",
+            &["actor/claim.rs", "actor/claim/", "testing"],
+            &["store.claim(", ".claim(ClaimRequest"],
+        ),
+    );
+    none(
+        "a beat of anybody else would vouch for an actor that is gone",
+        &places("actors/src", &["actor/heartbeat.rs", "testing"], &[".beat(", ".deregister("]),
+    );
 }
 
 #[test]
@@ -138,8 +189,14 @@ fn capacity_comes_back_by_itself() {
 
 #[test]
 fn production_does_not_know_the_test_kit_and_real_sockets_meet_no_paused_clock() {
-    none("production code must not use the test kit", &places("actors/src", &["actors/src/testing", "actors/src/lib.rs"], &["crate::testing"]));
-    none("a paused clock fires timeouts on real sockets", &places("tests", &["architecture.rs"], &["start_paused", "tokio::time::pause"]));
+    none(
+        "production code must not use the test kit",
+        &places("actors/src", &["actors/src/testing", "actors/src/lib.rs"], &["crate::testing"]),
+    );
+    none(
+        "a paused clock fires timeouts on real sockets",
+        &places("tests", &["architecture.rs"], &["start_paused", "tokio::time::pause"]),
+    );
 }
 
 #[test]
@@ -158,7 +215,8 @@ fn no_file_is_longer_than_one_can_hold_in_mind() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     for folder in ["src", "actors/src"] {
         for source in sources(folder) {
-            let lines = std::fs::read_to_string(root.join(&source.path)).expect("a readable source").lines().count();
+            let lines =
+                std::fs::read_to_string(root.join(&source.path)).expect("a readable source").lines().count();
             assert!(lines <= 450, "{} has {lines} lines: find the second concern in it", source.path);
         }
     }

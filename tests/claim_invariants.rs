@@ -14,7 +14,8 @@ use history::{audit, mutation};
 
 /// Replays the choices of a run that failed: `WORKPUMP_TEST_SEED`.
 fn seed(of: u64) -> u64 {
-    std::env::var("WORKPUMP_TEST_SEED").map_or(of, |text| text.parse().expect("WORKPUMP_TEST_SEED is a number"))
+    std::env::var("WORKPUMP_TEST_SEED")
+        .map_or(of, |text| text.parse().expect("WORKPUMP_TEST_SEED is a number"))
 }
 
 async fn holds(serialised: bool, of: u64) {
@@ -45,7 +46,8 @@ async fn hunt(mutation: &Mutation) -> Result<String, String> {
     audit::install(&client).await;
     mutation::plant(&client, mutation).await;
     let lasts = Duration::from_secs(20) * common::scale();
-    let report = run(&db, Settings { seed: seed(3), serialised: !mutation.overlapping, lasts, hunting: true }).await;
+    let report =
+        run(&db, Settings { seed: seed(3), serialised: !mutation.overlapping, lasts, hunting: true }).await;
     let first: Option<String> = report.violations.first().map(|what| what.chars().take(90).collect());
     first.map(|what| format!("{}: {what}; {}", mutation.name, report.account)).ok_or(mutation.name.to_owned())
 }
@@ -53,7 +55,8 @@ async fn hunt(mutation: &Mutation) -> Result<String, String> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_checker_finds_every_planted_fault() {
     let hunts = futures_util::stream::iter(mutation::ALL).map(hunt).buffer_unordered(3);
-    let (found, missed): (Vec<_>, Vec<_>) = hunts.collect::<Vec<_>>().await.into_iter().partition(Result::is_ok);
+    let (found, missed): (Vec<_>, Vec<_>) =
+        hunts.collect::<Vec<_>>().await.into_iter().partition(Result::is_ok);
     for what in found.into_iter().flatten() {
         println!("{what}");
     }

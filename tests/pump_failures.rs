@@ -12,7 +12,10 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio_postgres::Client;
 use tokio_postgres::types::Type;
 use uuid::Uuid;
-use workpump::{Context, Error, Failure, Handler, NewInbox, NewOutbox, Options, OutboxMessage, Outcome, Producer, Publisher, WorkPump};
+use workpump::{
+    Context, Error, Failure, Handler, NewInbox, NewOutbox, Options, OutboxMessage, Outcome, Producer,
+    Publisher, WorkPump,
+};
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Step {
@@ -64,7 +67,9 @@ async fn until(client: &Client, condition: &str) {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(60), waiting).await.unwrap_or_else(|_| panic!("never: {condition}"));
+    tokio::time::timeout(Duration::from_secs(60), waiting)
+        .await
+        .unwrap_or_else(|_| panic!("never: {condition}"));
 }
 
 #[tokio::test]
@@ -74,7 +79,8 @@ async fn a_failed_row_comes_again_before_the_rest_of_its_stream() {
     let (handler, mut told) = fated();
     let stream = Uuid::from_u128(7);
     store(&client, &[step(1, "retry").stream(stream), step(2, "ok").stream(stream), step(3, "ok")]).await;
-    let pump = WorkPump::builder(database.url()).options(quick()).handler("step", handler).start().await.unwrap();
+    let pump =
+        WorkPump::builder(database.url()).options(quick()).handler("step", handler).start().await.unwrap();
     let mut ordered = Vec::new();
     while ordered.len() < 4 {
         let seen = told.recv().await.unwrap();
@@ -95,15 +101,23 @@ async fn a_panic_an_error_and_an_undecodable_body_are_failed_attempts_with_their
     let strange = NewInbox::new("step", &json!({ "number": "one" }));
     let unknown = NewInbox::new("leap", &json!({}));
     store(&client, &[step(1, "panic"), step(2, "error"), strange, unknown]).await;
-    let pump = WorkPump::builder(database.url()).options(quick()).handler("step", handler).start().await.unwrap();
+    let pump =
+        WorkPump::builder(database.url()).options(quick()).handler("step", handler).start().await.unwrap();
     until(&client, "select count(*) = 4 from wh_inbox where error is not null and instance_id is null").await;
-    let rows = client.query_typed("select failure_reason, error, attempts from wh_inbox order by seq", &[]).await.unwrap();
-    let failures: Vec<(i32, String, i32)> = rows.iter().map(|row| (row.get(0), row.get(1), row.get(2))).collect();
+    let rows = client
+        .query_typed("select failure_reason, error, attempts from wh_inbox order by seq", &[])
+        .await
+        .unwrap();
+    let failures: Vec<(i32, String, i32)> =
+        rows.iter().map(|row| (row.get(0), row.get(1), row.get(2))).collect();
     assert!(failures.iter().all(|(_, _, attempts)| *attempts == 1), "{failures:?}");
     assert!(failures[0].0 == 20 && failures[0].1.contains("the handler broke on 1"), "{failures:?}");
     assert!(failures[1].0 == 99 && failures[1].1.contains("invalid digit"), "{failures:?}");
     assert!(failures[2].0 == 3 && failures[2].1.contains("invalid type: string \"one\""), "{failures:?}");
-    assert!(failures[3].0 == 3 && failures[3].1.contains("no handler for message type \"leap\""), "{failures:?}");
+    assert!(
+        failures[3].0 == 3 && failures[3].1.contains("no handler for message type \"leap\""),
+        "{failures:?}"
+    );
     pump.drain().await;
 }
 
@@ -114,12 +128,16 @@ async fn a_row_that_cannot_succeed_moves_to_the_dead_letters_and_frees_its_strea
     let (handler, mut told) = fated();
     let stream = Uuid::from_u128(7);
     store(&client, &[step(1, "permanent").stream(stream), step(2, "ok").stream(stream)]).await;
-    let pump = WorkPump::builder(database.url()).options(quick()).handler("step", handler).start().await.unwrap();
+    let pump =
+        WorkPump::builder(database.url()).options(quick()).handler("step", handler).start().await.unwrap();
     assert_eq!(told.recv().await, Some((1, 1)));
     assert_eq!(told.recv().await, Some((2, 1)));
     pump.drain().await;
     let letter = client
-        .query_typed_one("select category, error, attempts, row_snapshot #>> '{payload,fate}' from wh_dead_letters", &[])
+        .query_typed_one(
+            "select category, error, attempts, row_snapshot #>> '{payload,fate}' from wh_dead_letters",
+            &[],
+        )
         .await
         .unwrap();
     let letter: (String, String, i32, String) = (letter.get(0), letter.get(1), letter.get(2), letter.get(3));
@@ -135,8 +153,10 @@ async fn attempts_end_in_the_dead_letters() {
     options.dispatch.max_attempts = 2;
     options.dispatch.retry_base_seconds = 1;
     store(&client, &[step(1, "error")]).await;
-    let pump = WorkPump::builder(database.url()).options(options).handler("step", handler).start().await.unwrap();
-    until(&client, "select count(*) = 1 from wh_dead_letters where attempts = 2 and failure_reason = 5").await;
+    let pump =
+        WorkPump::builder(database.url()).options(options).handler("step", handler).start().await.unwrap();
+    until(&client, "select count(*) = 1 from wh_dead_letters where attempts = 2 and failure_reason = 5")
+        .await;
     pump.drain().await;
 }
 
@@ -148,7 +168,8 @@ async fn a_message_seen_before_is_not_handled_again_even_after_it_is_gone() {
     let message = step(1, "ok");
     let producer = Producer::new("public").unwrap();
     store(&client, std::slice::from_ref(&message)).await;
-    let pump = WorkPump::builder(database.url()).options(quick()).handler("step", handler).start().await.unwrap();
+    let pump =
+        WorkPump::builder(database.url()).options(quick()).handler("step", handler).start().await.unwrap();
     assert_eq!(told.recv().await, Some((1, 1)));
     until(&client, "select count(*) = 0 from wh_inbox").await;
     let again = producer.inbox(&client, &[message, step(2, "ok")]).await.unwrap();
@@ -162,7 +183,8 @@ async fn an_evicted_pump_stops_and_says_so() {
     let database = common::database().await;
     let client = database.connect().await;
     let (handler, mut told) = fated();
-    let pump = WorkPump::builder(database.url()).options(quick()).handler("step", handler).start().await.unwrap();
+    let pump =
+        WorkPump::builder(database.url()).options(quick()).handler("step", handler).start().await.unwrap();
     assert!(pump.is_ready());
     client
         .execute_typed("select evict_instance($1, null, 'test')", &[(&pump.instance_id(), Type::UUID)])
@@ -186,10 +208,15 @@ async fn everything_works_through_a_transaction_pooler() {
     let client = database.connect().await;
     let Some(bouncer) = Bouncer::in_front_of(&common::shared().postgres, 3).await else { return };
     let (handler, mut told) = fated();
-    let messages: Vec<_> = (0..300).map(|n| step(n, "ok").stream(Uuid::from_u128(1 + u128::from(n) % 7))).collect();
+    let messages: Vec<_> =
+        (0..300).map(|n| step(n, "ok").stream(Uuid::from_u128(1 + u128::from(n) % 7))).collect();
     store(&client, &messages).await;
-    let pump =
-        WorkPump::builder(bouncer.url(database.name())).options(quick()).handler("step", handler).start().await.unwrap();
+    let pump = WorkPump::builder(bouncer.url(database.name()))
+        .options(quick())
+        .handler("step", handler)
+        .start()
+        .await
+        .unwrap();
     for _ in 0..messages.len() {
         told.recv().await.unwrap();
     }
@@ -201,7 +228,9 @@ async fn everything_works_through_a_transaction_pooler() {
 async fn what_cannot_start_names_the_value_and_the_next_step() {
     let migrated = common::database().await;
     let empty = common::empty_database().await;
-    let start = |builder: workpump::Builder| async move { builder.start().await.expect_err("cannot start").to_string() };
+    let start = |builder: workpump::Builder| async move {
+        builder.start().await.expect_err("cannot start").to_string()
+    };
     let with = |url: &str| WorkPump::builder(url).handler("step", fated().0);
 
     let text = start(with("postgresql://user:sesame@host:port/db")).await;
@@ -260,7 +289,8 @@ async fn the_pump_runs_from_any_runtime_and_from_none() {
     let client = database.connect().await;
     let producer = Producer::new("public").unwrap();
     let messages: Vec<_> = (0..3).map(|n| NewOutbox::new("note", &n)).collect();
-    let (first, second, third) = (database.url().to_owned(), database.url().to_owned(), database.url().to_owned());
+    let (first, second, third) =
+        (database.url().to_owned(), database.url().to_owned(), database.url().to_owned());
 
     assert_eq!(producer.outbox(&client, &messages[..1]).await.unwrap().new_messages(), 1);
     one_message(first).await.expect("from tokio");
@@ -296,12 +326,14 @@ async fn a_server_that_restarts_under_load_costs_time_and_no_message() {
     let database = server.database().await;
     let client = database.connect().await;
     let (handler, mut told) = fated();
-    let messages: Vec<_> = (0..500).map(|n| step(n, "ok").stream(Uuid::from_u128(1 + u128::from(n) % 11))).collect();
+    let messages: Vec<_> =
+        (0..500).map(|n| step(n, "ok").stream(Uuid::from_u128(1 + u128::from(n) % 11))).collect();
     store(&client, &messages).await;
     let mut options = quick();
     options.claim.max_streams_per_batch = 20;
     options.dispatch.max_in_flight = 40;
-    let pump = WorkPump::builder(database.url()).options(options).handler("step", handler).start().await.unwrap();
+    let pump =
+        WorkPump::builder(database.url()).options(options).handler("step", handler).start().await.unwrap();
     let mut seen = std::collections::HashSet::new();
     while seen.len() < 100 {
         seen.insert(told.recv().await.unwrap().0);
@@ -309,7 +341,9 @@ async fn a_server_that_restarts_under_load_costs_time_and_no_message() {
     server.postgres.kill_9().expect("killed");
     server.postgres.restart().expect("restarted");
     while seen.len() < 500 {
-        let next = tokio::time::timeout(Duration::from_secs(60), told.recv()).await.expect("the pump goes on by itself");
+        let next = tokio::time::timeout(Duration::from_secs(60), told.recv())
+            .await
+            .expect("the pump goes on by itself");
         seen.insert(next.unwrap().0);
     }
     let client = database.connect().await;

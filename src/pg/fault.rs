@@ -26,7 +26,9 @@ pub(crate) fn describe(error: &tokio_postgres::Error) -> String {
 pub(crate) fn store_error(error: &tokio_postgres::Error, instance: InstanceId) -> StoreError {
     let text = describe(error);
     let Some(code) = error.code() else {
-        return if error.is_closed() || std::error::Error::source(error).is_some_and(|s| s.is::<std::io::Error>()) {
+        return if error.is_closed()
+            || std::error::Error::source(error).is_some_and(|s| s.is::<std::io::Error>())
+        {
             StoreError::Unavailable(text)
         } else {
             StoreError::Other { code: "client".to_owned(), message: text }
@@ -37,7 +39,10 @@ pub(crate) fn store_error(error: &tokio_postgres::Error, instance: InstanceId) -
         "WH003" => StoreError::NotRegistered(instance),
         "WH004" => StoreError::Schema(text),
         "WH002" => StoreError::Rejected { code: code.code().to_owned(), message: text },
-        _ if *code == SqlState::UNDEFINED_TABLE || *code == SqlState::UNDEFINED_FUNCTION || *code == SqlState::INVALID_SCHEMA_NAME => {
+        _ if *code == SqlState::UNDEFINED_TABLE
+            || *code == SqlState::UNDEFINED_FUNCTION
+            || *code == SqlState::INVALID_SCHEMA_NAME =>
+        {
             StoreError::Schema(text)
         }
         _ if is_contended(code) => StoreError::Contended(text),
@@ -59,5 +64,9 @@ fn is_contended(code: &SqlState) -> bool {
 /// Connection trouble, shutdown, start-up, recovery, too many clients, out of memory or disk: all pass by themselves or with help.
 fn is_unavailable(code: &SqlState) -> bool {
     let code = code.code();
-    code.starts_with("08") || code.starts_with("53") || code.starts_with("57P") || code.starts_with("58") || code == "25006"
+    code.starts_with("08")
+        || code.starts_with("53")
+        || code.starts_with("57P")
+        || code.starts_with("58")
+        || code == "25006"
 }

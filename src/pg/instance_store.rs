@@ -69,7 +69,10 @@ impl PgInstanceStore {
             }
             Err(_) => {
                 *slot = None;
-                Err(StoreError::Unavailable(format!("no answer to the heartbeat within {} s", BEAT_DEADLINE.as_secs())))
+                Err(StoreError::Unavailable(format!(
+                    "no answer to the heartbeat within {} s",
+                    BEAT_DEADLINE.as_secs()
+                )))
             }
         }
     }
@@ -114,9 +117,9 @@ impl InstanceStore for PgInstanceStore {
             match state.map_err(|error| schema_error(error, nobody))? {
                 SchemaState::Missing | SchemaState::Behind { .. } => Ok(false),
                 SchemaState::Current | SchemaState::Ahead { .. } => Ok(true),
-                SchemaState::NeedsNewerLibrary { required, .. } => {
-                    Err(StoreError::Schema(format!("it needs workpump {required} or newer: upgrade this program")))
-                }
+                SchemaState::NeedsNewerLibrary { required, .. } => Err(StoreError::Schema(format!(
+                    "it needs workpump {required} or newer: upgrade this program"
+                ))),
             }
         }
         .boxed()

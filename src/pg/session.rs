@@ -34,7 +34,9 @@ impl Session {
         limited.options(format!("{own} -c statement_timeout={}", STATEMENT_TIMEOUT.as_millis()).trim_start());
         match Self::connect(&limited).await {
             Err(error) if error.code().is_some_and(|code| code.code() == "08P01") => {
-                debug!("the server takes no start-up options, so it is a pooler; statement limits are the client's alone");
+                debug!(
+                    "the server takes no start-up options, so it is a pooler; statement limits are the client's alone"
+                );
                 Self::connect(config).await
             }
             other => other,
@@ -64,7 +66,9 @@ async fn drive(mut connection: tokio_postgres::Connection<Socket, NoTlsStream>, 
             Some(Ok(AsyncMessage::Notice(notice))) => info!(notice = notice.message(), "database notice"),
             Some(Ok(_)) => {}
             // After a terminal error the stream may repeat it for ever: the first one ends the session.
-            Some(Err(error)) => return debug!(error = %super::fault::describe(&error), "database session ended"),
+            Some(Err(error)) => {
+                return debug!(error = %super::fault::describe(&error), "database session ended");
+            }
             None => return,
         }
     }

@@ -46,7 +46,13 @@ pub(crate) struct PgWorkStore {
 
 impl PgWorkStore {
     /// Opens nothing yet: sessions come with the first call.
-    pub(crate) fn new(schema: &SchemaName, pooled: Config, direct: Config, io: Handle, keep_completed: bool) -> Self {
+    pub(crate) fn new(
+        schema: &SchemaName,
+        pooled: Config,
+        direct: Config,
+        io: Handle,
+        keep_completed: bool,
+    ) -> Self {
         let manager = Manager { inner: PostgresConnectionManager::new(pooled, NoTls), io: io.clone() };
         let pool = Pool::builder()
             .max_size(POOL_SIZE)
@@ -133,7 +139,9 @@ impl PgWorkStore {
     ) -> Result<Vec<Row>, StoreError> {
         let session = self.pool.get().await.map_err(|error| match error {
             bb8::RunError::User(error) => store_error(&error, instance),
-            bb8::RunError::TimedOut => StoreError::Unavailable("no database connection within 5 s".to_owned()),
+            bb8::RunError::TimedOut => {
+                StoreError::Unavailable("no database connection within 5 s".to_owned())
+            }
         })?;
         match timeout(CALL_DEADLINE, session.query_typed(text, params)).await {
             Ok(answer) => answer.map_err(|error| store_error(&error, instance)),
@@ -169,7 +177,11 @@ impl PgWorkStore {
         Ok(Settled { applied: items.len() - fenced.len(), fenced })
     }
 
-    async fn release_unheld_now(&self, instance: InstanceId, held: Vec<(WorkKey, ClaimEpoch)>) -> Result<u64, StoreError> {
+    async fn release_unheld_now(
+        &self,
+        instance: InstanceId,
+        held: Vec<(WorkKey, ClaimEpoch)>,
+    ) -> Result<u64, StoreError> {
         let ids: Vec<Uuid> = held.iter().map(|(key, _)| key.id.0).collect();
         let epochs: Vec<i64> = held.iter().map(|(_, epoch)| epoch.0).collect();
         let mut total = 0;
@@ -248,8 +260,12 @@ impl<'a> From<&'a Vec<SettleItem>> for Columns<'a> {
             let (verdict, pause, reason, error) = match &item.verdict {
                 Verdict::Complete => ("complete", None, None, None),
                 Verdict::Release => ("release", None, None, None),
-                Verdict::Retry { after, reason, error } => ("retry", Some(*after), Some(reason.code()), Some(error.as_str())),
-                Verdict::DeadLetter { reason, error } => ("dead_letter", None, Some(reason.code()), Some(error.as_str())),
+                Verdict::Retry { after, reason, error } => {
+                    ("retry", Some(*after), Some(reason.code()), Some(error.as_str()))
+                }
+                Verdict::DeadLetter { reason, error } => {
+                    ("dead_letter", None, Some(reason.code()), Some(error.as_str()))
+                }
             };
             verdicts.push(verdict);
             after.push(pause.map(|pause| pause.as_millis().min(i64::MAX as u128) as i64));
@@ -264,7 +280,10 @@ impl<'a> From<&'a Vec<SettleItem>> for Columns<'a> {
     }
 }
 
-fn first<'a, T: tokio_postgres::types::FromSql<'a>>(rows: &'a [Row], instance: InstanceId) -> Result<Option<T>, StoreError> {
+fn first<'a, T: tokio_postgres::types::FromSql<'a>>(
+    rows: &'a [Row],
+    instance: InstanceId,
+) -> Result<Option<T>, StoreError> {
     match rows.first() {
         Some(row) => row.try_get(0).map_err(|error| store_error(&error, instance)),
         None => Ok(None),

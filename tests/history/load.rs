@@ -83,7 +83,9 @@ pub(crate) async fn produce(world: Arc<World>, number: u64) {
             db.batch_execute("rollback").await.expect("rollback");
         } else {
             db.batch_execute("commit").await.expect("commit");
-            db.execute("insert into hist.committed (id) select unnest($1::uuid[])", &[&stored]).await.expect("the commit");
+            db.execute("insert into hist.committed (id) select unnest($1::uuid[])", &[&stored])
+                .await
+                .expect("the commit");
         }
     }
 }
@@ -98,7 +100,8 @@ pub(crate) async fn lock_things(world: Arc<World>, number: u64) {
             KINDS[choices.random_range(0..4)].table
         };
         let count = choices.random_range(1..4);
-        let sql = format!("begin; select 1 from {table} order by random() limit {count} for update skip locked");
+        let sql =
+            format!("begin; select 1 from {table} order by random() limit {count} for update skip locked");
         db.batch_execute(&sql).await.expect("locks");
         spend(&mut choices, 40).await;
         db.batch_execute("commit").await.expect("commit");

@@ -50,7 +50,9 @@ fn in_flight_left_out(
     for (number, op) in &mut ops {
         if !seen.contains(number) {
             match op {
-                super::Op::Claim { answer, .. } if answer.as_ref().is_some_and(|rows| !rows.is_empty()) => *answer = None,
+                super::Op::Claim { answer, .. } if answer.as_ref().is_some_and(|rows| !rows.is_empty()) => {
+                    *answer = None
+                }
                 super::Op::Settle { answer, .. } | super::Op::Renew { answer, .. } => *answer = None,
                 _ => {}
             }
@@ -91,7 +93,10 @@ pub(crate) async fn run(db: &Database, settings: Settings) -> Report {
     let (mut violations, outcome, events) = verdict(&world).await;
     violations.extend(crashed);
     if !hunting && (!done || outcome.left > 0 || outcome.stored != outcome.finished) {
-        violations.push(format!("{} rows were lost: stored {}, finished {}", outcome.left, outcome.stored, outcome.finished));
+        violations.push(format!(
+            "{} rows were lost: stored {}, finished {}",
+            outcome.left, outcome.stored, outcome.finished
+        ));
     }
     let account = format!(
         "seed {seed}, {}: {:.1} s, {} rows stored and finished once, {events} changes, {} claims (slowest {:.1} ms), \

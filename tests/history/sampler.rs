@@ -56,13 +56,15 @@ pub(crate) async fn sample(world: Arc<World>) -> usize {
 
 fn look(world: &World, stream: &Stream, mut rows: Vec<(i64, Option<Uuid>, bool)>) {
     rows.sort_unstable();
-    let owners: HashSet<_> = rows.iter().filter(|(_, _, live)| *live).filter_map(|(_, owner, _)| *owner).collect();
+    let owners: HashSet<_> =
+        rows.iter().filter(|(_, _, live)| *live).filter_map(|(_, owner, _)| *owner).collect();
     if owners.len() > 1 {
         world.violated(format!("{stream:?} has {} live owners", owners.len()));
     }
     let live = rows.iter().filter(|(_, _, live)| *live).count();
     if world.serialised && rows.iter().take(live).any(|(_, _, live)| !live) {
-        let picture: Vec<_> = rows.iter().map(|(seq, owner, live)| (seq, owner.map(|o| o.as_u128() % 997), live)).collect();
+        let picture: Vec<_> =
+            rows.iter().map(|(seq, owner, live)| (seq, owner.map(|o| o.as_u128() % 997), live)).collect();
         world.violated(format!("the live leases of {stream:?} are no prefix: {picture:?}"));
     }
 }
