@@ -357,6 +357,7 @@ fn a_pause_and_a_resume_in_one_breath_never_make_two_claims_overlap() {
         }
         let gaps = store.gaps(Op::Claim);
         assert!(gaps.iter().all(|gap| *gap >= 40), "{gaps:?}");
+        rig.addr.do_send(Pause);
         sleep(Duration::from_secs(1)).await;
         assert_eq!(rig.permits.available_permits(), 1_000);
     });
