@@ -253,7 +253,8 @@ begin
         select run.n, run.id, run.seq, run.place, l.weight
         from run cross join lateral (
             select {bytes(t)} as weight from {t} t
-            where t.{key} = run.id and t.{done} is null and t.claimable_at is null for update skip locked) l
+            -- Not as `is null`: a plan made while few rows were fresh would walk that whole index for every key.
+            where t.{key} = run.id and num_nonnulls(t.{done}, t.claimable_at) = 0 for update skip locked) l
         where run.suspects = 0 or run.place = 1
     ), prefix as (
         select n, id, seq, weight, place = row_number() over (partition by n order by seq) as whole from locked

@@ -65,6 +65,11 @@ async fn a_beat_sweeps_a_peer_of_31_seconds_and_never_itself() {
     assert!(beat(&client, instance(1)).await);
     assert!(is_member(&client, instance(1)).await && is_member(&client, instance(3)).await);
     assert!(!is_member(&client, instance(2)).await);
+    let others =
+        format!("select wh_evict_stale('{}', clock_timestamp() + interval '1 h', null)", instance(3));
+    run(&client, "begin").await;
+    assert_eq!(column::<Uuid>(&client, &others).await, [instance(1)], "everybody but itself");
+    run(&client, "rollback").await;
     let tombstone: String = value(&client, "select instance_id || ' by ' || evicted_by || ': ' || reason from wh_instance_evictions where released_at is not null").await;
     assert_eq!(tombstone, format!("{} by {}: stale heartbeat", instance(2), instance(1)));
 }
@@ -101,7 +106,19 @@ async fn a_held_lock_keeps_a_peer_for_five_minutes_and_no_longer() {
             value::<bool>(&holder, &format!("select claim_instance_alive_lock('{}')", instance(id))).await
         );
     }
+    // A lock of the sweeping session itself counts as well.
+    member(&client, instance(4), 90).await;
+    assert!(value::<bool>(&client, &format!("select claim_instance_alive_lock('{}')", instance(4))).await);
     beat(&client, instance(1)).await;
+    assert!(is_member(&client, instance(4)).await);
+    run(
+        &client,
+        &format!(
+            "select pg_advisory_unlock_all(); delete from wh_service_instances where instance_id = '{}'",
+            instance(4)
+        ),
+    )
+    .await;
     assert!(is_member(&client, instance(2)).await);
     assert!(!is_member(&client, instance(3)).await);
     assert_eq!(value::<String>(&client, "select reason from wh_instance_evictions").await, "definitive-dead");
@@ -260,6 +277,11 @@ async fn the_orphan_bell_rings_each_living_instance_once_and_no_dead_one() {
 async fn two_beats_that_sweep_each_other_never_deadlock() {
     let db = common::database().await;
     let (one, two) = (db.connect().await, db.connect().await);
+    // Without its own limit of 100 ms the sweep would show every wait, and a deadlock is seen after 10 ms.
+    run(&one, "alter function wh_sweep(uuid) set lock_timeout = 0").await;
+    for client in [&one, &two] {
+        run(client, "set deadlock_timeout = '10ms'").await;
+    }
     for round in 0..200_u128 {
         let (a, b) = (instance(2 * round), instance(2 * round + 1));
         member(&one, a, 40).await;
@@ -290,6 +312,7 @@ async fn a_beat_waits_neither_for_its_own_claim_nor_for_a_stale_peers() {
     run(&mine, "select store_outbox_messages('[{\"message_type\": \"a\", \"payload\": 1}, {\"message_type\": \"b\", \"payload\": 2}]')").await;
     run(&mine, &format!("begin; select claim_work('{me}', 1)")).await;
     run(&peers, &format!("begin; select claim_work('{peer}', 1)")).await;
+    run(&beating, "alter function wh_sweep(uuid) set lock_timeout = 0; set statement_timeout = '5s'").await;
     run(&beating, "set lock_timeout = '250ms'").await;
     assert!(beat(&beating, me).await, "its own claim is open");
     run(&peers, "commit").await;

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use actix::prelude::*;
 use tokio::runtime::Handle;
-use tokio::sync::{Mutex as AsyncMutex, Semaphore, oneshot};
+use tokio::sync::{Semaphore, watch};
 use uuid::Uuid;
 
 use crate::actor::claim::{ClaimActor, ClaimParts};
@@ -133,7 +133,8 @@ impl Handler<Evicted> for WardenActor {
 pub struct Engine {
     registry: Arc<Registry>,
     readiness: Arc<Readiness>,
-    drain: AsyncMutex<Option<DrainReport>>,
+    draining: AtomicBool,
+    report: Arc<watch::Sender<Option<DrainReport>>>,
     observed: Vec<Recipient<Observe>>,
     drained: Vec<Recipient<Drain>>,
 }
@@ -171,7 +172,8 @@ impl Engine {
         Ok(Self {
             registry: Arc::new(registry),
             readiness,
-            drain: AsyncMutex::new(None),
+            draining: AtomicBool::new(false),
+            report: Arc::new(watch::Sender::new(None)),
             observed: vec![
                 heartbeat.clone().recipient(),
                 settle.clone().recipient(),
@@ -224,32 +226,30 @@ impl Engine {
     /// Stops claiming, hands back what was not started, waits for what runs, writes every result, leaves the membership, and ends the
     /// actors and their threads. A second call waits for the first and gives its report. Needs no particular runtime.
     pub async fn drain(&self) -> DrainReport {
-        let mut drained = self.drain.lock().await;
-        if let Some(report) = *drained {
-            return report;
-        }
         self.readiness.end();
-        let report = self.drain_actors().await;
-        *drained = Some(report);
+        let mut report = self.report.subscribe();
+        if !self.draining.swap(true, Ordering::AcqRel) {
+            self.drain_actors();
+        }
+        let report =
+            report.wait_for(Option::is_some).await.map_or(None, |report| *report).unwrap_or_default();
         self.registry.shutdown().await;
         report
     }
 
-    /// Drains one actor after the other, on the host: whoever waits may go away meanwhile.
-    async fn drain_actors(&self) -> DrainReport {
-        let (done, doing) = oneshot::channel();
+    /// Drains one actor after the other, on the host: whoever asked for it may go away meanwhile.
+    fn drain_actors(&self) {
+        let drain = Draining { so_far: DrainReport::default(), report: Arc::clone(&self.report) };
         let actors = self.drained.clone();
         self.registry.spawn(async move {
-            let mut report = DrainReport::default();
+            let mut drain = drain;
             for actor in actors {
                 // An actor that has ended has nothing left to drain.
                 if let Ok(drained) = actor.send(Drain).await {
-                    report += drained;
+                    drain.so_far += drained;
                 }
             }
-            let _ = done.send(report);
         });
-        doing.await.unwrap_or_default()
     }
 
     fn tell<M>(&self, message: M)
@@ -259,6 +259,18 @@ impl Engine {
         if let Some(recipient) = self.registry.recipient::<M>() {
             recipient.do_send(message);
         }
+    }
+}
+
+/// A drain under way. Reports when it is dropped, so that a host that ends early leaves nobody waiting.
+struct Draining {
+    so_far: DrainReport,
+    report: Arc<watch::Sender<Option<DrainReport>>>,
+}
+
+impl Drop for Draining {
+    fn drop(&mut self) {
+        self.report.send_replace(Some(self.so_far));
     }
 }
 
@@ -361,16 +373,18 @@ fn heartbeat(
     accepts_work: bool,
 ) -> Spec<HeartbeatActor> {
     Spec::new("heartbeat", move |cx| {
-        let ready = cx.ready();
+        // Without claims nothing depends on the membership, so the start need not wait for it.
+        let ready = wiring.options.claim.enabled.then(|| cx.ready());
         let parts = HeartbeatParts {
             options: wiring.options.heartbeat.clone(),
             identity: identity.clone(),
             accepts_work,
             unfence: vec![unfence.clone()],
             evicted: wiring.evicted.clone(),
-            progress: Box::new(move |progress| match progress {
-                Ok(()) => ready.ready(),
-                Err(problem) => ready.problem(problem),
+            progress: Box::new(move |progress| match (&ready, progress) {
+                (Some(ready), Ok(())) => ready.ready(),
+                (Some(ready), Err(problem)) => ready.problem(problem),
+                (None, _) => {}
             }),
         };
         HeartbeatActor::new(parts, Arc::clone(&store))

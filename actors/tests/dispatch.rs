@@ -17,18 +17,21 @@ use workpump_actors::runner::{Failure, Job, Runner};
 use workpump_actors::testing::{DispatchRig, claimed, in_virtual_time, quiesce, runner};
 use workpump_actors::work::{Category, ClaimEpoch, ClaimedWork, FailureReason, WorkKey};
 
+/// The stream, the row, and what happened.
+type Step = (Uuid, i64, &'static str);
+
 /// What happened to rows, in order.
 #[derive(Clone, Default)]
-struct History(Arc<Mutex<Vec<(Uuid, i64, &'static str)>>>);
+struct History(Arc<Mutex<Vec<Step>>>);
 
 impl History {
     fn note(&self, job: &Job, what: &'static str) {
         let stream = job.work.stream_id.unwrap_or_default();
-        self.0.lock().unwrap().push((stream, job.work.seq, what));
+        self.0.lock().expect("not poisoned").push((stream, job.work.seq, what));
     }
 
-    fn all(&self) -> Vec<(Uuid, i64, &'static str)> {
-        self.0.lock().unwrap().clone()
+    fn all(&self) -> Vec<Step> {
+        self.0.lock().expect("not poisoned").clone()
     }
 
     fn started(&self) -> Vec<i64> {
@@ -269,16 +272,16 @@ fn a_handler_is_told_to_stop_at_its_deadline_and_its_late_result_is_still_offere
             async move {
                 let began = Instant::now();
                 job.cancel.cancelled().await;
-                log.lock().unwrap().push(began.elapsed());
+                log.lock().expect("not poisoned").push(began.elapsed());
                 if job.work.seq == 0 { Ok(()) } else { Err(Failure::retry("stopped")) }
             }
         });
         let mut rig = DispatchRig::start(&Options::default(), inbox(patient));
         rig.dispatch(rows(None, 0..2));
         sleep(Duration::from_secs(269)).await;
-        assert!(stopped.lock().unwrap().is_empty());
+        assert!(stopped.lock().expect("not poisoned").is_empty());
         sleep(Duration::from_secs(2)).await;
-        assert_eq!(*stopped.lock().unwrap(), [Duration::from_secs(270); 2]);
+        assert_eq!(*stopped.lock().expect("not poisoned"), [Duration::from_secs(270); 2]);
         let verdicts: Vec<_> = results(&mut rig).into_iter().map(|(_, verdict)| verdict).collect();
         assert!(verdicts.contains(&Verdict::Complete));
         let expired = |verdict: &&Verdict| {
@@ -323,7 +326,7 @@ fn a_stream_still_running_here_makes_rows_of_a_newer_claim_wait() {
             let log = log.clone();
             async move {
                 log.note(&job, "start");
-                sleep(Duration::from_secs(60)).await;
+                sleep(Duration::from_mins(1)).await;
                 log.note(&job, "end");
                 Ok(())
             }
@@ -342,11 +345,29 @@ fn a_stream_still_running_here_makes_rows_of_a_newer_claim_wait() {
             sleep(Duration::from_secs(100)).await;
             let steps: Vec<_> = history.all().iter().map(|(_, seq, what)| (*seq, *what)).collect();
             assert_eq!(steps, [(1, "start"), (1, "end"), (2, "start"), (2, "end")], "{stream:?}");
-            history.0.lock().unwrap().clear();
+            history.0.lock().expect("not poisoned").clear();
             results(&mut rig);
         }
         assert_eq!(account(&rig).await.counter("overlapping"), 2);
         assert_all_permits_are_back(&rig);
+    });
+}
+
+#[test]
+fn rows_behind_a_stream_that_is_stuck_give_their_permits_back_at_their_deadline() {
+    in_virtual_time(async {
+        let stuck = runner(1, |_| std::future::pending());
+        let mut rig = DispatchRig::start(&Options::default(), inbox(stuck));
+        let stream = Some(Uuid::now_v7());
+        rig.dispatch(rows(stream, 0..1));
+        for _ in 0..20 {
+            sleep(Duration::from_mins(5)).await;
+            rig.dispatch(rows(stream, 1..101));
+        }
+        sleep(Duration::from_mins(5)).await;
+        results(&mut rig);
+        assert_eq!(rig.permits.available_permits(), 999, "only the stuck row holds one");
+        assert_eq!(account(&rig).await.counter("expired_unstarted"), 2_000);
     });
 }
 
@@ -414,7 +435,7 @@ fn whole_lanes_are_packed_into_batches() {
         works.extend(rows(None, 200..212));
         rig.dispatch(works);
         quiesce().await;
-        let sizes = sizes.lock().unwrap().clone();
+        let sizes = sizes.lock().expect("not poisoned").clone();
         assert!(sizes.iter().all(|rows| rows.len() <= 10), "{sizes:?}");
         assert_eq!(sizes.iter().map(Vec::len).sum::<usize>(), 41);
         assert!(sizes.contains(&(100..104).chain(200..206).collect()), "{sizes:?}");
@@ -494,7 +515,7 @@ impl Runner for Batches {
         jobs: Vec<Job>,
     ) -> futures_util::future::BoxFuture<'static, Vec<Result<(), Failure>>> {
         let seqs: Vec<_> = jobs.iter().map(|job| job.work.seq).collect();
-        self.sizes.lock().unwrap().push(seqs.clone());
+        self.sizes.lock().expect("not poisoned").push(seqs.clone());
         let (fail, short) = (self.fail, self.short);
         Box::pin(async move {
             let mut answers: Vec<_> = seqs
@@ -519,20 +540,20 @@ fn random_lanes(seed: u64, max_batch: usize) {
         let running = Arc::new(Mutex::new(HashMap::<Uuid, i64>::new()));
         let at_once = Arc::clone(&running);
         let overlaps = Arc::new(AtomicUsize::new(0));
-        let seen = Arc::clone(&overlaps);
+        let collisions = Arc::clone(&overlaps);
         let fickle = runner(max_batch, move |job: Job| {
-            let (log, at_once, seen) = (log.clone(), Arc::clone(&at_once), Arc::clone(&seen));
+            let (log, at_once, collisions) = (log.clone(), Arc::clone(&at_once), Arc::clone(&collisions));
             async move {
                 let mut dice = SmallRng::seed_from_u64(seed ^ job.work.seq as u64);
                 let stream = job.work.stream_id.expect("ordered");
-                if at_once.lock().unwrap().insert(stream, job.work.seq).is_some() {
-                    seen.fetch_add(1, Ordering::Relaxed);
+                if at_once.lock().expect("not poisoned").insert(stream, job.work.seq).is_some() {
+                    collisions.fetch_add(1, Ordering::Relaxed);
                 }
                 log.note(&job, "start");
                 if dice.random_bool(0.5) {
                     sleep(Duration::from_millis(dice.random_range(1..50))).await;
                 }
-                at_once.lock().unwrap().remove(&stream);
+                at_once.lock().expect("not poisoned").remove(&stream);
                 if dice.random_bool(0.05) {
                     return Err(Failure::retry("dice"));
                 }
@@ -554,7 +575,7 @@ fn random_lanes(seed: u64, max_batch: usize) {
             rig.dispatch(works);
             sleep(Duration::from_millis(rng.random_range(0..100))).await;
         }
-        sleep(Duration::from_secs(60)).await;
+        sleep(Duration::from_mins(1)).await;
         let results = results(&mut rig);
         assert_eq!(results.len(), total, "every row is settled once");
         assert_eq!(overlaps.load(Ordering::Relaxed), 0, "two rows of a stream ran side by side");

@@ -238,6 +238,39 @@ fn a_start_without_a_database_names_the_child_and_the_cause() {
 }
 
 #[test]
+fn an_engine_that_may_not_claim_starts_without_a_database() {
+    in_virtual_time(async {
+        let store = FakeStore::new();
+        store.always(|_| Some(Reply::Fail(StoreError::Unavailable("connection refused".to_owned()))));
+        let mut options = Options::default();
+        options.claim.enabled = false;
+        let engine = start_with(options, &store, runner(1, |_| async { Ok(()) })).await;
+        assert!(!engine.is_ready());
+        store.recover();
+        sleep(Duration::from_mins(1)).await;
+        assert!(engine.is_ready());
+        assert_eq!(store.count(Op::Claim), 0);
+        assert!(engine.drain().await.deregistered);
+    });
+}
+
+#[test]
+fn a_drain_whose_caller_went_away_goes_on_and_reports_to_the_next() {
+    in_virtual_time(async {
+        let store = FakeStore::new();
+        store.insert_many(3, &Row::default());
+        let engine = start(&store, sleepy(Duration::from_secs(10))).await;
+        store.called(Op::Claim, 1).await;
+        quiesce().await;
+        assert!(tokio::time::timeout(Duration::from_secs(2), engine.drain()).await.is_err());
+        sleep(Duration::from_secs(20)).await;
+        assert_eq!(store.count(Op::Deregister), 1);
+        let report = engine.drain().await;
+        assert_eq!((report.finished, report.settled, report.deregistered), (3, 3, true));
+    });
+}
+
+#[test]
 fn options_that_cannot_work_start_nothing() {
     in_virtual_time(async {
         let store = FakeStore::new();

@@ -28,6 +28,9 @@ use super::{Alarm, Health, now};
 /// Contended claims retried at once, in a row, before the cadence takes over.
 const QUICK_RETRIES: u32 = 3;
 
+/// How long a drain waits for a claim under way at most.
+const CLAIM_PATIENCE: Duration = Duration::from_secs(10);
+
 /// What the claiming actor is made of.
 #[derive(Debug, Clone)]
 pub struct ClaimParts {
@@ -91,6 +94,8 @@ pub struct ClaimActor {
     rng: SmallRng,
     alarm: Alarm,
     gathering: Option<SpawnHandle>,
+    /// Numbers the waits for permits: the framework polls a cancelled one once more.
+    gatherings: u64,
     health: Health,
     counters: Counters,
     phase: Phase,
@@ -134,6 +139,7 @@ impl ClaimActor {
             store,
             alarm: Alarm::default(),
             gathering: None,
+            gatherings: 0,
             health: Health::default(),
             counters: Counters::default(),
             phase: Phase::Parked,
@@ -177,6 +183,7 @@ impl ClaimActor {
 
     fn park(&mut self, ctx: &mut Context<Self>) {
         self.alarm.clear(ctx);
+        self.gatherings += 1;
         if let Some(gathering) = self.gathering.take() {
             ctx.cancel_future(gathering);
         }
@@ -203,7 +210,11 @@ impl ClaimActor {
             }
             Some(gathered)
         };
-        self.gathering = Some(ctx.spawn(gathered.into_actor(self).map(|permits, act, ctx| {
+        let number = self.gatherings;
+        self.gathering = Some(ctx.spawn(gathered.into_actor(self).map(move |permits, act, ctx| {
+            if number != act.gatherings {
+                return;
+            }
             act.gathering = None;
             match permits {
                 Some(permits) if act.may_claim() => act.claim(permits, ctx),
@@ -495,6 +506,7 @@ impl Handler<Drain> for ClaimActor {
         self.drain = Some(drained);
         self.step(ctx);
         let patience = Duration::from_secs(self.parts.options.dispatch.drain_deadline_seconds.into());
+        let patience = patience.min(CLAIM_PATIENCE);
         Box::pin(async move {
             // Too late or superseded: what a lost claim has leased is handed back when the instance deregisters.
             let _ = tokio::time::timeout(patience, parked).await;

@@ -20,8 +20,10 @@ pub mod dispatch;
 pub mod heartbeat;
 pub mod settle;
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::fmt::Display;
+use std::rc::Rc;
 use std::time::Duration;
 
 use actix::prelude::*;
@@ -34,9 +36,14 @@ pub(crate) fn now() -> std::time::Instant {
     Instant::now().into_std()
 }
 
-/// The one alarm of an actor.
+/// One alarm of an actor.
+///
+/// The framework polls a cancelled timer once more before it forgets it, so each setting has a number, and only the last one rings.
 #[derive(Debug, Default)]
-pub(crate) struct Alarm(Option<SpawnHandle>);
+pub(crate) struct Alarm {
+    handle: Option<SpawnHandle>,
+    setting: Rc<Cell<u64>>,
+}
 
 impl Alarm {
     /// Sets it anew, from now; an older setting is forgotten.
@@ -46,24 +53,30 @@ impl Alarm {
         F: FnOnce(&mut A, &mut Context<A>) + 'static,
     {
         self.clear(ctx);
-        self.0 = Some(ctx.run_later(after, ring));
+        let (current, mine) = (Rc::clone(&self.setting), self.setting.get());
+        self.handle = Some(ctx.run_later(after, move |actor, ctx| {
+            if current.get() == mine {
+                ring(actor, ctx);
+            }
+        }));
     }
 
     /// Forgets it.
     pub(crate) fn clear<A: Actor<Context = Context<A>>>(&mut self, ctx: &mut Context<A>) {
-        if let Some(handle) = self.0.take() {
+        self.setting.set(self.setting.get() + 1);
+        if let Some(handle) = self.handle.take() {
             ctx.cancel_future(handle);
         }
     }
 
     /// It rang.
     pub(crate) fn rang(&mut self) {
-        self.0 = None;
+        self.handle = None;
     }
 
     /// Whether it is set.
     pub(crate) fn is_set(&self) -> bool {
-        self.0.is_some()
+        self.handle.is_some()
     }
 }
 

@@ -422,12 +422,24 @@ impl Crew {
         (std::mem::take(&mut yard.queue), rows)
     }
 
-    /// Gives up queued rows whose deadline has passed, so that they do not hold permits until a thread is free.
+    /// Gives up rows that were not started before their deadline, so that they do not hold permits until a thread or a stuck stream is
+    /// free.
     pub(crate) fn sweep_expired(self: &Arc<Self>) {
-        let (mut units, parked) = {
+        let (mut units, parked, waiting) = {
             let mut yard = lock(&self.yard);
-            (std::mem::take(&mut yard.queue), std::mem::take(&mut yard.parked))
+            let expired =
+                |lane: &&mut ActiveLane| lane.waiting.front().is_some_and(|row| !Self::may_start(row));
+            let waiting: Vec<_> = yard
+                .lanes
+                .values_mut()
+                .filter(expired)
+                .map(|lane| std::mem::take(&mut lane.waiting))
+                .collect();
+            (std::mem::take(&mut yard.queue), std::mem::take(&mut yard.parked), waiting)
         };
+        for mut rows in waiting {
+            self.stop_lane(&mut rows);
+        }
         for unit in &mut units {
             unit.drop_expired();
         }
