@@ -93,7 +93,11 @@ impl Report {
         row("lost", lost, String::new());
         row("duplicates", duplicates, String::new());
         row("out of order", order_violations, String::new());
-        row("redelivered", redelivered, "after an instance died".to_owned());
+        row(
+            "redelivered",
+            redelivered,
+            if redelivered > 0 { "after an instance died".to_owned() } else { String::new() },
+        );
         if foreign > 0 {
             row("foreign", foreign, "lines that are no message of this run".to_owned());
         }
