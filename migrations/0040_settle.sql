@@ -23,6 +23,24 @@ declare
     v_done  uuid[] := '{}';
     v_part  uuid[];
 begin
+    if p_verdicts is not null then
+        -- Each verdict is a statement of its own, so all rows are locked first, in key order: two calls that name the same rows under
+        -- different verdicts would deadlock. The rows that a retry hands back belong to them.
+        perform from (
+            select i.id from unnest(p_ids) as i (id)
+            union
+            select b.{key}
+            from unnest(p_ids, p_epochs, p_verdicts) as i (id, epoch, verdict)
+            cross join lateral (select t.stream_id, {lane(t)} as lane, t.seq from {t} t
+                                where t.{key} = i.id and t.instance_id = p_instance_id and t.claim_epoch = i.epoch and t.{done} is null) f
+            cross join lateral (select l.{key} from {t} l
+                                where {eq(l,f)} and l.{done} is null and l.instance_id is not null and l.instance_id = p_instance_id
+                                  and l.seq > f.seq) b
+            where i.verdict = 'retry'
+            order by 1 offset 0) w
+        cross join lateral (select from {t} t where t.{key} = w.id and t.instance_id = p_instance_id and t.{done} is null for update) l;
+    end if;
+
     if p_keep_completed then
         with item as (
             select i.id, i.epoch from unnest(p_ids, p_epochs, p_verdicts) as i (id, epoch, verdict)
