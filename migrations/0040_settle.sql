@@ -193,10 +193,12 @@ begin
         raise exception 'unknown verdict %', coalesce(quote_literal(v_bad), 'null') using errcode = '22023',
             hint = 'Known verdicts: complete, retry, release, dead_letter.';
     end if;
-    if cardinality(p_categories) <> cardinality(p_ids) or cardinality(p_epochs) <> cardinality(p_ids)
-       or cardinality(p_verdicts) <> cardinality(p_ids) then
-        raise exception 'settle_work: % categories, % ids, % epochs, % verdicts', cardinality(p_categories), cardinality(p_ids),
-            cardinality(p_epochs), cardinality(p_verdicts) using errcode = '22023', hint = 'All arrays must have the same length.';
+    if p_ids is null or cardinality(p_categories) is distinct from cardinality(p_ids) or cardinality(p_epochs) is distinct from cardinality(p_ids)
+       or cardinality(p_verdicts) <> cardinality(p_ids) or cardinality(p_after_milliseconds) <> cardinality(p_ids)
+       or cardinality(p_reasons) <> cardinality(p_ids) or cardinality(p_errors) <> cardinality(p_ids) then
+        raise exception 'settle_work: % categories, % ids, % epochs, % verdicts, % pauses, % reasons, % errors', cardinality(p_categories),
+            cardinality(p_ids), cardinality(p_epochs), cardinality(p_verdicts), cardinality(p_after_milliseconds), cardinality(p_reasons),
+            cardinality(p_errors) using errcode = '22023', hint = 'All arrays must have the same length.';
     end if;
     if exists (select from @schema@.wh_instance_evictions e where e.instance_id = p_instance_id) then
         raise exception 'instance % was evicted', p_instance_id using errcode = 'WH001',
