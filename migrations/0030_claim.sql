@@ -39,6 +39,11 @@ create type @schema@.claimed_work as (
 create function @schema@.wh_hold_member(p_instance_id uuid) returns boolean
 language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
 begin
+    -- Here too, since the parts of a claim can be called alone.
+    if current_setting('transaction_isolation') <> 'read committed' then
+        raise exception 'a claim needs read committed, not %', current_setting('transaction_isolation') using errcode = '25001',
+            hint = 'Its proofs need a new snapshot for every statement.';
+    end if;
     perform 1 from @schema@.wh_service_instances where instance_id = p_instance_id for key share skip locked;
     if found then
         return true;
