@@ -356,13 +356,19 @@ declare
     v_limit  int;
     v_pick   record;
     v_member boolean;
+    v_found  boolean;
+    v_probe  timestamptz;
+    v_cost   interval := '0';
 begin
     loop
         if v_whole then
             v_front := 0;
             v_since := '-infinity';
         end if;
-        if @schema@.wh_claimable_{x}(v_now, v_since, v_front) then
+        v_probe := clock_timestamp();
+        v_found := @schema@.wh_claimable_{x}(v_now, v_since, v_front);
+        v_cost := case when v_whole then clock_timestamp() - v_probe end;
+        if v_found then
             v_member := coalesce(v_member, @schema@.wh_hold_member(p_instance_id));
             exit when not v_member;
             perform @schema@.wh_promote_{x}(v_now, v_since, 1000);
@@ -400,8 +406,9 @@ begin
     end if;
     perform set_config('{mark}', jsonb_build_object(
         'seq', v_front, 'due', v_now, 'stream', v_stream, 'lane', v_lane,
-        -- A pass from the front costs one part in a thousand of the time at most, and comes once a second at most.
-        'whole', case when v_whole then clock_timestamp() + greatest(interval '1 second', 1000 * (clock_timestamp() - v_now))
+        -- The way to the front, past what is dead but not yet removed, takes one part in a hundred of the time at most. It comes once a
+        -- second at most and, where it is short, at least: retried and handed back rows lie behind the mark.
+        'whole', case when v_whole then clock_timestamp() + greatest(interval '1 second', 100 * v_cost)
                       else (v_mark ->> 'whole')::timestamptz end)::text, false);
 end $wh$;
 $template$;
