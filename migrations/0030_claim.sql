@@ -271,6 +271,8 @@ create function @schema@.wh_pick_streams_{x}(
 ) language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
 declare
     c_end    constant uuid := 'ffffffff-ffff-ffff-ffff-ffffffffffff';
+    -- The largest uuid is a stream too, and its lanes come after ''.
+    v_end_lane text := {last_lane};
     v_start  uuid := p_stream;
     v_start_lane text := p_lane;
     v_rounds int := 0;
@@ -283,7 +285,7 @@ begin
     streams := '{}';
     while v_seen < p_visits and cardinality(keys) < p_rows and p_bytes > 0 loop
         v_walk := @schema@.wh_walk_{x}(
-            p_stream, p_lane, case v_rounds when 0 then c_end else v_start end, case v_rounds when 0 then '' else v_start_lane end, v_chunk,
+            p_stream, p_lane, case v_rounds when 0 then c_end else v_start end, case v_rounds when 0 then v_end_lane else v_start_lane end, v_chunk,
             p_prefer, p_instance_id, p_rank, p_members, p_partition_count);
         p_stream := v_walk.p_stream;
         p_lane := v_walk.p_lane;
@@ -438,6 +440,7 @@ begin
             v_sql := regexp_replace(v_sql, '\{beyond\((\w+),([\w.]+),([\w.]+)\)\}', '\1.stream_id > \2', 'g');
             v_sql := regexp_replace(v_sql, '\{upto\((\w+),([\w.]+),([\w.]+)\)\}', '\1.stream_id <= \2', 'g');
             v_sql := regexp_replace(v_sql, '\{bytes\((\w+)\)\}', '{schema}.wh_body_size(\1.payload, \1.metadata)', 'g');
+            v_sql := replace(v_sql, '{last_lane}', quote_literal(''));
         else
             v_sql := regexp_replace(v_sql, '\{lane\((\w+)\)\}', '\1.{lane}', 'g');
             v_sql := regexp_replace(v_sql, '\{ord\((\w+)\)\}', '\1.stream_id, \1.{lane}', 'g');
@@ -446,6 +449,9 @@ begin
             v_sql := regexp_replace(v_sql, '\{beyond\((\w+),([\w.]+),([\w.]+)\)\}', '(\1.stream_id, \1.{lane}) > (\2, \3)', 'g');
             v_sql := regexp_replace(v_sql, '\{upto\((\w+),([\w.]+),([\w.]+)\)\}', '(\1.stream_id, \1.{lane}) <= (\2, \3)', 'g');
             v_sql := regexp_replace(v_sql, '\{bytes\((\w+)\)\}', '100', 'g');
+            v_sql := replace(v_sql, '{last_lane}', $last$coalesce((
+        select w.{lane} from {t} w where w.{done} is null and w.claimable_at is null and w.stream_id = c_end
+        order by w.stream_id desc, w.{lane} desc, w.seq desc limit 1), '')$last$);
             v_sql := replace(v_sql, '{lane}', v_kind.column6);
         end if;
         v_sql := replace(v_sql, '{columns}', format(
