@@ -39,6 +39,11 @@ create type @schema@.claimed_work as (
 create function @schema@.wh_hold_member(p_instance_id uuid) returns boolean
 language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
 begin
+    -- Here too, since the parts of a claim can be called alone.
+    if current_setting('transaction_isolation') <> 'read committed' then
+        raise exception 'a claim needs read committed, not %', current_setting('transaction_isolation') using errcode = '25001',
+            hint = 'Its proofs need a new snapshot for every statement.';
+    end if;
     perform 1 from @schema@.wh_service_instances where instance_id = p_instance_id for key share skip locked;
     if found then
         return true;
@@ -275,6 +280,8 @@ create function @schema@.wh_pick_streams_{x}(
 ) language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
 declare
     c_end    constant uuid := 'ffffffff-ffff-ffff-ffff-ffffffffffff';
+    -- The largest uuid is a stream too, and its lanes come after ''.
+    v_end_lane text := {last_lane};
     v_start  uuid := p_stream;
     v_start_lane text := p_lane;
     v_rounds int := 0;
@@ -287,7 +294,7 @@ begin
     streams := '{}';
     while v_seen < p_visits and cardinality(keys) < p_rows and p_bytes > 0 loop
         v_walk := @schema@.wh_walk_{x}(
-            p_stream, p_lane, case v_rounds when 0 then c_end else v_start end, case v_rounds when 0 then '' else v_start_lane end, v_chunk,
+            p_stream, p_lane, case v_rounds when 0 then c_end else v_start end, case v_rounds when 0 then v_end_lane else v_start_lane end, v_chunk,
             p_prefer, p_instance_id, p_rank, p_members, p_partition_count);
         p_stream := v_walk.p_stream;
         p_lane := v_walk.p_lane;
@@ -356,13 +363,19 @@ declare
     v_limit  int;
     v_pick   record;
     v_member boolean;
+    v_found  boolean;
+    v_probe  timestamptz;
+    v_cost   interval := '0';
 begin
     loop
         if v_whole then
             v_front := 0;
             v_since := '-infinity';
         end if;
-        if @schema@.wh_claimable_{x}(v_now, v_since, v_front) then
+        v_probe := clock_timestamp();
+        v_found := @schema@.wh_claimable_{x}(v_now, v_since, v_front);
+        v_cost := case when v_whole then clock_timestamp() - v_probe end;
+        if v_found then
             v_member := coalesce(v_member, @schema@.wh_hold_member(p_instance_id));
             exit when not v_member;
             perform @schema@.wh_promote_{x}(v_now, v_since, 1000);
@@ -400,8 +413,9 @@ begin
     end if;
     perform set_config('{mark}', jsonb_build_object(
         'seq', v_front, 'due', v_now, 'stream', v_stream, 'lane', v_lane,
-        -- A pass from the front costs one part in a thousand of the time at most, and comes once a second at most.
-        'whole', case when v_whole then clock_timestamp() + greatest(interval '1 second', 1000 * (clock_timestamp() - v_now))
+        -- The way to the front, past what is dead but not yet removed, takes one part in a hundred of the time at most. It comes once a
+        -- second at most and, where it is short, at least: retried and handed back rows lie behind the mark.
+        'whole', case when v_whole then clock_timestamp() + greatest(interval '1 second', 100 * v_cost)
                       else (v_mark ->> 'whole')::timestamptz end)::text, false);
 end $wh$;
 
@@ -444,6 +458,7 @@ begin
             v_sql := regexp_replace(v_sql, '\{beyond\((\w+),([\w.]+),([\w.]+)\)\}', '\1.stream_id > \2', 'g');
             v_sql := regexp_replace(v_sql, '\{upto\((\w+),([\w.]+),([\w.]+)\)\}', '\1.stream_id <= \2', 'g');
             v_sql := regexp_replace(v_sql, '\{bytes\((\w+)\)\}', '{schema}.wh_body_size(\1.payload, \1.metadata)', 'g');
+            v_sql := replace(v_sql, '{last_lane}', quote_literal(''));
         else
             v_sql := regexp_replace(v_sql, '\{lane\((\w+)\)\}', '\1.{lane}', 'g');
             v_sql := regexp_replace(v_sql, '\{ord\((\w+)\)\}', '\1.stream_id, \1.{lane}', 'g');
@@ -452,6 +467,9 @@ begin
             v_sql := regexp_replace(v_sql, '\{beyond\((\w+),([\w.]+),([\w.]+)\)\}', '(\1.stream_id, \1.{lane}) > (\2, \3)', 'g');
             v_sql := regexp_replace(v_sql, '\{upto\((\w+),([\w.]+),([\w.]+)\)\}', '(\1.stream_id, \1.{lane}) <= (\2, \3)', 'g');
             v_sql := regexp_replace(v_sql, '\{bytes\((\w+)\)\}', '100', 'g');
+            v_sql := replace(v_sql, '{last_lane}', $last$coalesce((
+        select w.{lane} from {t} w where w.{done} is null and w.claimable_at is null and w.stream_id = c_end
+        order by w.stream_id desc, w.{lane} desc, w.seq desc limit 1), '')$last$);
             v_sql := replace(v_sql, '{lane}', v_kind.column6);
         end if;
         v_sql := replace(v_sql, '{columns}', format(
@@ -483,6 +501,10 @@ set plan_cache_mode = force_generic_plan as $wh$
 declare
     c_known  constant text[] := array['outbox', 'inbox', 'perspective_event', 'receptor'];
     v_wanted text[] := coalesce(p_categories, c_known);
+    -- Claims never wait for a lock, so they need no order of tables: each starts with another category, else a cap below their number
+    -- would starve the last ones.
+    v_first  int := floor(random() * 4)::int;
+    v_order  text[] := c_known[v_first + 1:] || c_known[:v_first];
     v_hungry text[] := '{}';
     v_unknown text;
     v_rank   record;
@@ -517,8 +539,7 @@ begin
     perform set_config('workpump.cut', '', true);
 
     for v_round in 1..2 loop
-        -- The fixed order of categories is the lock order of everything that touches several tables.
-        foreach v_category in array case v_round when 1 then c_known else v_hungry end loop
+        foreach v_category in array case v_round when 1 then v_order else v_hungry end loop
             continue when v_round = 1 and v_category <> all (v_wanted);
             v_place := v_place + 1;
             v_share := case v_round when 1 then (v_left - 1) / greatest(cardinality(v_wanted) - v_place + 1, 1) + 1 else v_left end;

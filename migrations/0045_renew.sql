@@ -121,13 +121,19 @@ declare
 begin
     if p_category = 'outbox' then
         update @schema@.wh_outbox set lease_expiry = v_expiry
-        where message_id = any (p_ids) and processed_at is null and lease_expiry > clock_timestamp();
+        where message_id = any (array(
+            select message_id from @schema@.wh_outbox
+            where message_id = any (p_ids) and processed_at is null and lease_expiry > clock_timestamp() order by message_id for update));
     elsif p_category = 'inbox' then
         update @schema@.wh_inbox set lease_expiry = v_expiry
-        where message_id = any (p_ids) and processed_at is null and lease_expiry > clock_timestamp();
+        where message_id = any (array(
+            select message_id from @schema@.wh_inbox
+            where message_id = any (p_ids) and processed_at is null and lease_expiry > clock_timestamp() order by message_id for update));
     elsif p_category = 'perspective_event' then
         update @schema@.wh_perspective_events set lease_expiry = v_expiry
-        where event_work_id = any (p_ids) and processed_at is null and lease_expiry > clock_timestamp();
+        where event_work_id = any (array(
+            select event_work_id from @schema@.wh_perspective_events
+            where event_work_id = any (p_ids) and processed_at is null and lease_expiry > clock_timestamp() order by event_work_id for update));
     else
         raise exception 'unknown category %', coalesce(quote_literal(p_category), 'null') using errcode = 'WH002',
             hint = 'Leases can be renewed for outbox, inbox and perspective_event.';

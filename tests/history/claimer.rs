@@ -83,7 +83,7 @@ impl Claimer {
                 spend(&mut self.choices, 4).await;
             }
             self.work(runs(rows)).await;
-            if !self.zombies.is_empty() && self.choices.random_bool(0.4) {
+            while !self.zombies.is_empty() && self.choices.random_bool(0.5) {
                 self.rise().await;
             }
         }
@@ -262,6 +262,10 @@ impl Claimer {
             return;
         }
         let mut rest = self.zombies.swap_remove(number);
+        if self.zombies.len() < 20 && self.choices.random_bool(0.7) {
+            // It will try again, under the same epochs.
+            self.zombies.push(rest.clone());
+        }
         let mut items = Vec::new();
         let step = match self.choices.random_range(0..3) {
             0 => Step::Complete(usize::MAX),

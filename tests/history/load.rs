@@ -71,8 +71,8 @@ pub(crate) async fn produce(world: Arc<World>, number: u64) {
             for _ in 0..choices.random_range(1..6) {
                 let kind = Kind::named(category);
                 let id = db.store_in(kind, stream, lane).await;
-                if choices.random_bool(0.05) {
-                    db.park(kind, id, choices.random_range(0.0..0.2)).await;
+                if choices.random_bool(0.1) {
+                    db.park(kind, id, choices.random_range(0.0..0.4)).await;
                 }
                 stored.push(id);
             }
