@@ -109,6 +109,10 @@ begin
         raise exception 'renew_claims: lease_seconds must be at least 1, got %', p_lease_seconds using errcode = '22023',
             hint = 'Leave it out to get 300.';
     end if;
+    if cardinality(p_epochs) is distinct from cardinality(p_ids) then
+        raise exception 'renew_claims: % ids, % epochs', cardinality(p_ids), cardinality(p_epochs) using errcode = '22023',
+            hint = 'Both arrays must have the same length.';
+    end if;
     if exists (select from @schema@.wh_instance_evictions e where e.instance_id = p_instance_id) then
         raise exception 'instance % was evicted', p_instance_id using errcode = 'WH001',
             hint = 'Cancel what is running: others have these rows now.';
@@ -135,6 +139,10 @@ declare
     v_expiry timestamptz := clock_timestamp() + make_interval(secs => p_lease_seconds);
     v_count  int;
 begin
+    if p_lease_seconds is null or p_lease_seconds < 1 then
+        raise exception 'renew_leases: lease_seconds must be at least 1, got %', p_lease_seconds using errcode = '22023',
+            hint = 'Leave it out to get 300.';
+    end if;
     if p_category = 'outbox' then
         update @schema@.wh_outbox set lease_expiry = v_expiry
         where message_id = any (array(
