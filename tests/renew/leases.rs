@@ -40,7 +40,7 @@ async fn the_default_is_300_seconds() {
     let id = db.store(&OUTBOX, scattered(1)).await;
     db.claim(&Claim::of(me).seconds(5)).await;
     let before = db.now().await;
-    let sql = "select renew_leases('outbox', array[$1])";
+    let sql = "select renew_leases('outbox', array[$1::uuid])";
     assert_eq!(db.query_one(sql, &[&id]).await.unwrap().get::<_, i32>(0), 1);
     let left = db.state(&OUTBOX, id).await.unwrap().expiry.unwrap().duration_since(before).unwrap();
     assert!((300.0..302.0).contains(&left.as_secs_f64()), "{left:?}");
@@ -103,7 +103,7 @@ async fn a_lease_is_extended_from_now_inside_a_long_transaction() {
         db.batch_execute("begin; select pg_sleep(0.5)").await.unwrap();
         let before = db.now().await;
         if kind.category == "receptor" {
-            let sql = "select * from renew_claims('receptor', $1, array[$2], array[$3], 60)";
+            let sql = "select * from renew_claims('receptor', $1, array[$2::uuid], array[$3::bigint], 60)";
             db.query(sql, &[&me, &id, &got[0].epoch]).await.unwrap();
         } else {
             assert_eq!(renew(&db, kind.category, &[id], 60).await.unwrap(), 1);
