@@ -238,6 +238,6 @@ async fn run(rows: usize) {
 }
 
 fn main() {
-    let rows = std::env::args().filter_map(|argument| argument.parse().ok()).next().unwrap_or(100_000);
+    let rows = std::env::args().find_map(|argument| argument.parse().ok()).unwrap_or(100_000);
     tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("runtime").block_on(run(rows));
 }

@@ -116,7 +116,7 @@ impl Layers {
             if !self.names.contains(&path) {
                 return Err(self.unknown(&path.join("."), "."));
             }
-            self.set(&path, &path.join("."), value)?;
+            self.set(&path, &path.join("."), &value)?;
         }
         Ok(())
     }
@@ -130,11 +130,11 @@ impl Layers {
         let Some(path) = self.names.iter().find(|path| path.join("_") == wanted).cloned() else {
             return Err(self.unknown(variable, "_"));
         };
-        self.set(&path, variable, literal(text))
+        self.set(&path, variable, &literal(text))
     }
 
     /// Sets one option. The whole is read again at once, so that a wrong value is reported under the name it was given by.
-    fn set(&mut self, path: &[String], name: &str, value: Value) -> Result<(), ConfigError> {
+    fn set(&mut self, path: &[String], name: &str, value: &Value) -> Result<(), ConfigError> {
         let mut tree = self.tree.clone();
         let mut slot = &mut tree;
         for key in path {

@@ -27,7 +27,8 @@ pub(crate) fn store_error(error: &tokio_postgres::Error, instance: InstanceId) -
     let text = describe(error);
     let Some(code) = error.code() else {
         return if error.is_closed()
-            || std::error::Error::source(error).is_some_and(|s| s.is::<std::io::Error>())
+            || std::error::Error::source(error)
+                .is_some_and(|cause| cause.downcast_ref::<std::io::Error>().is_some())
         {
             StoreError::Unavailable(text)
         } else {
