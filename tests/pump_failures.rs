@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::Bouncer;
+use common::wait::eventually;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -56,20 +57,15 @@ fn step(number: u64, fate: &str) -> NewInbox {
 }
 
 async fn store(client: &Client, messages: &[NewInbox]) {
-    let stored = Producer::new("public").unwrap().inbox(client, messages).await.unwrap();
+    let producer = Producer::new("public").expect("a schema name");
+    let stored = producer.inbox(client, messages).await.expect("stored");
     assert_eq!(stored.new_messages(), messages.len());
 }
 
-/// Waits until a query says true. The deadline only ends a test that has failed.
+/// Waits until a query says true.
 async fn until(client: &Client, condition: &str) {
-    let waiting = async {
-        while !client.query_typed_one(condition, &[]).await.unwrap().get::<_, bool>(0) {
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
-    };
-    tokio::time::timeout(Duration::from_secs(60), waiting)
-        .await
-        .unwrap_or_else(|_| panic!("never: {condition}"));
+    let holds = async || client.query_typed_one(condition, &[]).await.expect("a condition").get::<_, bool>(0);
+    eventually(condition, holds).await;
 }
 
 #[tokio::test]
@@ -192,12 +188,7 @@ async fn an_evicted_pump_stops_and_says_so() {
         .unwrap();
     store(&client, &[step(1, "ok")]).await;
     pump.wake();
-    let fenced = async {
-        while pump.is_ready() {
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
-    };
-    tokio::time::timeout(Duration::from_secs(30), fenced).await.expect("the pump notices its eviction");
+    eventually("the pump notices its eviction", async || !pump.is_ready()).await;
     pump.drain().await;
     assert!(told.try_recv().is_err(), "an evicted instance runs nothing");
 }
@@ -271,16 +262,13 @@ impl Publisher for Quiet {
     }
 }
 
-/// One message through a pump that is started and drained by `block_on`.
-fn one_message(url: String) -> impl Future<Output = Result<(), Error>> {
-    async move {
-        let (told, mut telling) = unbounded_channel();
-        let pump = WorkPump::builder(url).options(quick()).publisher(Quiet(Arc::new(told))).start().await?;
-        let published = telling.recv().await;
-        assert!(published.is_some());
-        pump.drain().await;
-        Ok(())
-    }
+/// One message through a pump that is started and drained by whoever polls this.
+async fn one_message(url: String) -> Result<(), Error> {
+    let (told, mut telling) = unbounded_channel();
+    let pump = WorkPump::builder(url).options(quick()).publisher(Quiet(Arc::new(told))).start().await?;
+    assert!(telling.recv().await.is_some());
+    pump.drain().await;
+    Ok(())
 }
 
 #[tokio::test]
@@ -341,7 +329,7 @@ async fn a_server_that_restarts_under_load_costs_time_and_no_message() {
     server.postgres.kill_9().expect("killed");
     server.postgres.restart().expect("restarted");
     while seen.len() < 500 {
-        let next = tokio::time::timeout(Duration::from_secs(60), told.recv())
+        let next = tokio::time::timeout(Duration::from_mins(1), told.recv())
             .await
             .expect("the pump goes on by itself");
         seen.insert(next.unwrap().0);
