@@ -1,4 +1,5 @@
-//! A reliable work pump for actix services on PostgreSQL.
+//! The face of the pump. What follows is the README; the map of the house is in `ARCHITECTURE.md`.
+#![doc = include_str!("../README.md")]
 
 #[cfg(feature = "embedded")]
 pub mod embedded;
