@@ -152,4 +152,58 @@ mod tests {
         health.well();
         assert!(health.wrong(&"x"));
     }
+
+    #[cfg(feature = "testing")]
+    #[test]
+    fn an_alarm_that_was_set_anew_at_the_very_moment_it_was_due_does_not_ring() {
+        use crate::testing::in_virtual_time;
+
+        const PAUSE: Duration = Duration::from_millis(10);
+
+        #[derive(Message)]
+        #[rtype(result = "Vec<u128>")]
+        struct SetAnew;
+
+        struct Sleeper(Alarm, Instant, Vec<u128>);
+
+        impl Sleeper {
+            fn set(&mut self, ctx: &mut Context<Self>) {
+                self.0.set(ctx, PAUSE, |act, _| {
+                    act.0.rang();
+                    act.2.push(act.1.elapsed().as_millis());
+                });
+            }
+        }
+
+        impl Actor for Sleeper {
+            type Context = Context<Self>;
+
+            fn started(&mut self, ctx: &mut Self::Context) {
+                self.set(ctx);
+            }
+        }
+
+        impl Handler<SetAnew> for Sleeper {
+            type Result = Vec<u128>;
+
+            fn handle(&mut self, _: SetAnew, ctx: &mut Self::Context) -> Self::Result {
+                self.set(ctx);
+                self.2.clone()
+            }
+        }
+
+        in_virtual_time(async {
+            let due = tokio::time::sleep(PAUSE);
+            tokio::pin!(due);
+            // Registered before the alarm, so that the message is there when the alarm is due.
+            assert!(futures_util::poll!(&mut due).is_pending());
+            let sleeper = Sleeper(Alarm::default(), Instant::now(), Vec::new()).start();
+            due.await;
+            assert!(sleeper.send(SetAnew).await.expect("alive").is_empty());
+            tokio::time::sleep(PAUSE / 2).await;
+            assert!(sleeper.send(SetAnew).await.expect("alive").is_empty());
+            tokio::time::sleep(PAUSE * 2).await;
+            assert_eq!(sleeper.send(SetAnew).await.expect("alive"), [25]);
+        });
+    }
 }
