@@ -45,11 +45,13 @@ impl Report {
             order_violations,
             streams,
             foreign: _,
+            died,
         } = self.tally;
         json!({
             "messages": self.messages,
             "streams": streams,
             "instances": self.instances,
+            "instances_died": died,
             "enqueued": enqueued,
             "processed": processed,
             "lost": lost,
@@ -67,8 +69,17 @@ impl Report {
     }
 
     pub(super) fn text(&self) -> String {
-        let Tally { enqueued, processed, lost, duplicates, redelivered, order_violations, streams, foreign } =
-            self.tally;
+        let Tally {
+            enqueued,
+            processed,
+            lost,
+            duplicates,
+            redelivered,
+            order_violations,
+            streams,
+            foreign,
+            died,
+        } = self.tally;
         let mut text =
             format!("{} messages, {streams} streams, {} instances\n", self.messages, self.instances);
         let mut row = |name: &str, count: u64, note: String| {
@@ -98,6 +109,9 @@ impl Report {
             redelivered,
             if redelivered > 0 { "after an instance died".to_owned() } else { String::new() },
         );
+        if died > 0 {
+            row("died", died, "instances, before they were told to".to_owned());
+        }
         if foreign > 0 {
             row("foreign", foreign, "lines that are no message of this run".to_owned());
         }
