@@ -6,7 +6,7 @@
 use std::fmt::Write;
 use std::time::Duration;
 
-use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressState, ProgressStyle};
 use serde_json::json;
 use uuid::Uuid;
 
@@ -172,10 +172,15 @@ impl Bars {
     }
 }
 
+/// indicatif's own shows four decimals.
+fn whole_rate(state: &ProgressState, text: &mut dyn Write) {
+    let _ = write!(text, "{:.0}/s", state.per_sec());
+}
+
 fn styled(length: u64, name: &str, unit: &str) -> ProgressBar {
     let bar = ProgressBar::new(length);
-    match ProgressStyle::with_template(&format!("{name} {{bar:40}} {unit} {{per_sec}}")) {
-        Ok(style) => bar.with_style(style),
+    match ProgressStyle::with_template(&format!("{name} {{bar:40}} {unit} {{rate}}")) {
+        Ok(style) => bar.with_style(style.with_key("rate", whole_rate)),
         Err(_) => bar,
     }
 }
