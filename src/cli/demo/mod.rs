@@ -2,7 +2,7 @@
 //!
 //! The rule: the demo uses what users use. It stores through the library, relays through `workpump relay` in processes of their own,
 //! and judges by the relayed lines alone. A database that is not its own is touched only in a schema of the run's own, which is
-//! dropped afterwards: no message of anybody else is ever relayed by a demo.
+//! dropped afterwards: no message of anybody else is ever relayed by a demo. (One that is killed leaves its schema, `workpump_demo_…`.)
 
 mod ledger;
 mod orders;
