@@ -252,7 +252,7 @@ begin
             where {eq(f,head)} and f.{done} is null and f.claimable_at is null
               and f.seq >= head.seq and f.seq < coalesce(head.parked, 9223372036854775807)
             order by {ord(f)}, f.seq
-            limit least(p_run, 2 * p_rows / cardinality(p_streams) + 1)) r
+            limit least(p_run, 2::bigint * p_rows / cardinality(p_streams) + 1)) r
         window w as (partition by head.n order by r.seq)
     ), locked as materialized (
         select run.n, run.id, run.seq, run.place, l.weight
@@ -320,7 +320,7 @@ begin
             p_lane := '';
         end if;
         -- As many visits as the streams seen so far say are needed for the rest.
-        v_chunk := greatest(16, least(1000, (p_rows - cardinality(keys)) * v_seen / greatest(cardinality(keys), v_seen / 2, 1)));
+        v_chunk := greatest(16, least(1000, (p_rows - cardinality(keys))::bigint * v_seen / greatest(cardinality(keys), v_seen / 2, 1)));
     end loop;
 end $wh$;
 
@@ -341,6 +341,25 @@ begin
     p_bytes := p_bytes - v_size;
 end $wh$;
 
+-- A place to start the rotation at in a session that has no mark: anywhere between the first and the last stream with fresh rows. Always
+-- starting with the first would starve the last ones where sessions come and go. The first 15 digits are enough of a stream.
+create function @schema@.wh_any_place_{x}() returns uuid
+language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
+declare
+    v_first uuid;
+    v_last  uuid;
+    v_low   bigint;
+    v_high  bigint;
+begin
+    select w.stream_id into v_first from {t} w
+    where w.{done} is null and w.claimable_at is null and w.stream_id is not null order by w.stream_id limit 1;
+    select w.stream_id into v_last from {t} w
+    where w.{done} is null and w.claimable_at is null and w.stream_id is not null order by w.stream_id desc limit 1;
+    v_low := ('x' || left(translate(v_first::text, '-', ''), 15))::bit(60)::bigint;
+    v_high := ('x' || left(translate(v_last::text, '-', ''), 15))::bit(60)::bigint;
+    return (lpad(to_hex(v_low + floor(random() * (v_high - v_low))::bigint), 15, '0') || repeat('0', 17))::uuid;
+end $wh$;
+
 -- Leases fresh rows of one category. Its callers fix the planner's choices: see claim_work.
 create function @schema@.wh_claim_{x}(
     p_instance_id uuid, p_lease_seconds int, p_max_rows int, p_stream_run int, p_max_bytes bigint, p_rank int, p_members int,
@@ -355,7 +374,7 @@ declare
     v_front  bigint := coalesce((v_mark ->> 'seq')::bigint, 0);
     v_since  timestamptz := coalesce((v_mark ->> 'due')::timestamptz - interval '5 seconds', '-infinity');
     v_whole  boolean := coalesce(v_now >= (v_mark ->> 'whole')::timestamptz, true);
-    v_stream uuid := coalesce((v_mark ->> 'stream')::uuid, '00000000-0000-0000-0000-000000000000');
+    v_stream uuid := (v_mark ->> 'stream')::uuid;
     v_lane   text := coalesce(v_mark ->> 'lane', '');
     v_rows   int := p_max_rows;
     v_bytes  bigint := p_max_bytes;
@@ -379,6 +398,7 @@ begin
             v_member := coalesce(v_member, @schema@.wh_hold_member(p_instance_id));
             exit when not v_member;
             perform @schema@.wh_promote_{x}(v_now, v_since, 1000);
+            v_stream := coalesce(v_stream, @schema@.wh_any_place_{x}(), '00000000-0000-0000-0000-000000000000');
             -- Half of the rows for unordered work, then streams (those to be preferred, then whoever is next), then what is left over.
             foreach v_part in array array['half', 'preferred', 'streams', 'rest'] loop
                 v_limit := case v_part when 'half' then (v_rows + 1) / 2 when 'preferred' then v_rows / 2 else v_rows end;
@@ -387,7 +407,7 @@ begin
                     v_pick := @schema@.wh_pick_unordered_{x}(v_front, v_bytes, v_limit);
                     v_front := v_pick.p_front;
                 else
-                    v_pick := @schema@.wh_pick_streams_{x}(v_stream, v_lane, v_bytes, v_limit, p_stream_run, greatest(256, 2 * v_limit),
+                    v_pick := @schema@.wh_pick_streams_{x}(v_stream, v_lane, v_bytes, v_limit, p_stream_run, least(greatest(256, 2::bigint * v_limit), 100000)::int,
                         v_part = 'preferred', p_instance_id, p_rank, p_members, p_partition_count);
                     if v_part = 'streams' then
                         v_stream := v_pick.p_stream;
