@@ -541,6 +541,10 @@ begin
             p_max_rows, p_lease_seconds, p_partition_count, p_stream_run, p_max_bytes using errcode = '22023',
             hint = 'Leave a limit out to get its default.';
     end if;
+    if p_max_rows > 1000000 then
+        raise exception 'claim_work: max_rows must be at most 1000000, got %', p_max_rows using errcode = '22023',
+            hint = 'Claim again while the notice whizbang.has_more=true comes.';
+    end if;
     select w into v_unknown from unnest(v_wanted) w where w is null or w <> all (c_known) limit 1;
     if found then
         raise exception 'unknown category %', coalesce(quote_literal(v_unknown), 'null') using errcode = 'WH002',
