@@ -31,24 +31,29 @@ end $wh$;
 -- wh_takers: the members that can be sent work, in the order that partitions count by: accepting and alive. The lock table is read only
 -- for a member whose heartbeat alone does not prove it alive.
 create function @schema@.wh_takers() returns uuid[]
-language sql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
-    select array_agg(m.instance_id order by m.instance_id)
-    from @schema@.wh_service_instances m
-    where m.accepts_work
-      and case when m.last_heartbeat_at >= @schema@.wh_stale_before(clock_timestamp(), clock_timestamp() - interval '30 seconds',
-              m.heartbeat_interval_seconds) then true
-          else @schema@.wh_lock_held(m.instance_id) end
-$wh$;
+language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
+declare
+    v_now constant timestamptz := clock_timestamp();
+begin
+    return (
+        select array_agg(m.instance_id order by m.instance_id)
+        from @schema@.wh_service_instances m
+        where m.accepts_work
+          and case when m.last_heartbeat_at >= @schema@.wh_stale_before(v_now, v_now - interval '30 seconds', m.heartbeat_interval_seconds)
+              then true else @schema@.wh_lock_held(m.instance_id) end);
+end $wh$;
 
 -- wh_route: to whom the streams belong: the owner if it is among the takers, else one taker by partition. Distinct; nulls are no stream.
 create function @schema@.wh_route(p_stream_ids uuid[], p_takers uuid[]) returns setof uuid
-language sql stable set search_path = pg_catalog, @schema@, pg_temp as $wh$
+language plpgsql stable set search_path = pg_catalog, @schema@, pg_temp as $wh$
+begin
+    return query
     select distinct case when a.assigned_instance_id = any (p_takers) then a.assigned_instance_id
         else p_takers[1 + @schema@.compute_partition(s.id, 10000) % cardinality(p_takers)] end
     from unnest(p_stream_ids) s (id)
     left join @schema@.wh_active_streams a on a.stream_id = s.id
-    where s.id is not null
-$wh$;
+    where s.id is not null;
+end $wh$;
 
 -- wh_ring_members: rings every member that is alive, asleep or not: for what changes the membership.
 create function @schema@.wh_ring_members(p_payload text) returns void
@@ -99,65 +104,76 @@ begin
     return v_rung;
 end $wh$;
 
--- wh_affinity_key: 32 advisory keys that share out the streams for wh_add_streams.
+-- wh_affinity_key: 32 advisory keys that share out the streams among the producers that note them.
 create function @schema@.wh_affinity_key(p_stream_id uuid) returns bigint
 language sql immutable parallel safe
 return pg_catalog.hashtextextended('workpump affinity ' || @schema_text@, @schema@.compute_partition(p_stream_id, 32));
 
--- wh_add_streams: gives new streams their affinity row, in stream order, and never waits: two producers that store new streams A, B and
--- B, A would deadlock on the key. Who does not get a stream's share of the key space skips it: a missing row only means routing by
--- partition, and the next store tries again. Above READ COMMITTED a row committed meanwhile would fail the producer, so none is written.
-create function @schema@.wh_add_streams(p_stream_ids uuid[]) returns void
-language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
-begin
-    if current_setting('transaction_isolation') <> 'read committed' then
-        return;
-    end if;
-    insert into @schema@.wh_active_streams (stream_id)
-    select s.id from unnest(p_stream_ids) s (id)
-    where not exists (select 1 from @schema@.wh_active_streams a where a.stream_id = s.id)
-      and pg_try_advisory_xact_lock(@schema@.wh_affinity_key(s.id))
-    order by s.id
-    on conflict do nothing;
-end $wh$;
-
--- wh_work_arrived: runs once per INSERT statement on a work table, after it; its argument is the category. Streams get their affinity
--- row; then the takers of the rows that are due are rung if they sleep. Unordered rows of a category are one queue and ring one taker.
--- `workpump.skip_doorbells` = on leaves the ringing out: a prepared transaction cannot carry a NOTIFY, the safety poll finds its rows.
+-- wh_work_arrived: runs once per INSERT statement on a work table, after it; its argument is the category.
+--
+-- Ringing: the takers of the rows that are due, if they sleep. Unordered rows of a category are one queue and ring one taker.
+-- `workpump.skip_doorbells` = on leaves it out: a prepared transaction cannot carry a NOTIFY, the safety poll finds its rows.
+--
+-- Affinity: new streams get their row, in stream order, without ever waiting: two producers that store new streams A, B and B, A would
+-- deadlock on the key. Who does not get a stream's share of the key space skips it: a missing row only means routing by partition, and
+-- the next store tries again. Above READ COMMITTED a row committed meanwhile would fail the producer, so none is written.
+--
+-- It is paid for at every INSERT, hence few statements and no calls: wh_takers, wh_route and wh_ring are spelled out.
 create function @schema@.wh_work_arrived() returns trigger
 language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
 declare
     v_now constant timestamptz := clock_timestamp();
-    v_streams uuid[];
-    v_later uuid[];
+    v_ordered boolean;
     v_unordered boolean;
     v_takers uuid[];
     v_target uuid;
+    v_missing uuid[];
+    v_sleepers uuid[];
 begin
-    select array_agg(distinct n.stream_id) filter (where n.stream_id is not null and (n.claimable_at <= v_now) is not false),
-        array_agg(distinct n.stream_id) filter (where n.stream_id is not null and n.claimable_at > v_now),
-        bool_or(n.stream_id is null and (n.claimable_at <= v_now) is not false)
-    into v_streams, v_later, v_unordered
-    from arrived n;
-    if v_streams is not null or v_later is not null then
-        perform @schema@.wh_add_streams(v_streams || v_later);
+    select exists (select 1 from arrived n where n.stream_id is not null),
+        exists (select 1 from arrived n where n.stream_id is null and (n.claimable_at <= v_now) is not false),
+        case when lower(coalesce(current_setting('workpump.skip_doorbells', true), '')) not in ('on', 'true', 'yes', '1') then (
+            select array_agg(m.instance_id order by m.instance_id)
+            from @schema@.wh_service_instances m
+            where m.accepts_work
+              and case when m.last_heartbeat_at >= @schema@.wh_stale_before(v_now, v_now - interval '30 seconds',
+                  m.heartbeat_interval_seconds) then true else @schema@.wh_lock_held(m.instance_id) end
+        ) end
+    into v_ordered, v_unordered, v_takers;
+    if v_unordered and v_takers is not null then
+        v_target := v_takers[1 + mod(abs(hashtext(tg_argv[0])::bigint), cardinality(v_takers))::int];
+        if not pg_try_advisory_xact_lock_shared(@schema@.wh_arm_key(v_target)) then
+            perform pg_notify(@schema@.wh_work_channel(v_target), tg_argv[0]);
+        end if;
     end if;
-    if (v_streams is null and v_unordered is not true)
-        or lower(coalesce(current_setting('workpump.skip_doorbells', true), '')) in ('on', 'true', 'yes', '1')
-    then
+    if not v_ordered then
         return null;
     end if;
-    v_takers := @schema@.wh_takers();
-    if v_takers is null then
-        return null;
+    with stream as materialized (
+        select n.stream_id as id, bool_or((n.claimable_at <= v_now) is not false) as due
+        from arrived n
+        where n.stream_id is not null
+        group by n.stream_id
+    ), known as materialized (
+        select s.id, a.stream_id is null as missing,
+            case when not s.due then null
+                when a.assigned_instance_id = any (v_takers) then a.assigned_instance_id
+                else v_takers[1 + @schema@.compute_partition(s.id, 10000) % cardinality(v_takers)] end as target
+        from stream s left join @schema@.wh_active_streams a on a.stream_id = s.id
+    )
+    select (select array_agg(k.id) from known k where k.missing),
+        (select array_agg(d.target) from (select distinct k.target from known k where k.target is not null) d
+            where not pg_try_advisory_xact_lock_shared(@schema@.wh_arm_key(d.target)))
+    into v_missing, v_sleepers;
+    if v_missing is not null and current_setting('transaction_isolation') = 'read committed' then
+        insert into @schema@.wh_active_streams (stream_id)
+        select s.id from unnest(v_missing) s (id)
+        where pg_try_advisory_xact_lock(@schema@.wh_affinity_key(s.id))
+        order by s.id
+        on conflict do nothing;
     end if;
-    if v_unordered then
-        perform @schema@.wh_ring(v_takers[1 + mod(abs(hashtext(tg_argv[0])::bigint), cardinality(v_takers))::int], tg_argv[0]);
-    end if;
-    if v_streams is not null then
-        for v_target in select r.id from @schema@.wh_route(v_streams, v_takers) r (id) order by r.id loop
-            perform @schema@.wh_ring(v_target, tg_argv[0]);
-        end loop;
+    if v_sleepers is not null then
+        perform pg_notify(@schema@.wh_work_channel(t.id), tg_argv[0]) from unnest(v_sleepers) t (id);
     end if;
     return null;
 end $wh$;

@@ -51,7 +51,7 @@ async fn a_channel_fits_what_postgres_allows_and_names_its_schema() {
     let channel: String = value(&client, &format!("select wh_work_channel('{}')", instance(1))).await;
     assert_eq!(channel, format!("wh_work_{}", instance(1)));
     let schema = "a schema with a rather long name";
-    workpump::pg::migrate::migrate(db.url(), schema).await.unwrap();
+    workpump::migrate(db.url(), schema).await.unwrap();
     let tagged: String =
         value(&client, &format!("select \"{schema}\".wh_work_channel('{}')", instance(1))).await;
     assert!(
