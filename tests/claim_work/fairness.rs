@@ -12,7 +12,8 @@ async fn refill(db: &Session, kind: &Kind, streams: &[Uuid], count: i32) {
         "perspective_event" => "stream_id, perspective_name, event_id) select s, 'a', gen_random_uuid()",
         _ => "stream_id, receptor_name, event_id) select s, 'a', gen_random_uuid()",
     };
-    let sql = format!("insert into {} ({columns} from unnest($1::uuid[]) s, generate_series(1, $2)", kind.table);
+    let sql =
+        format!("insert into {} ({columns} from unnest($1::uuid[]) s, generate_series(1, $2)", kind.table);
     db.execute(&sql, &[&streams, &count]).await.expect("rows");
 }
 
@@ -35,9 +36,17 @@ async fn every_claimable_head_is_reached_within_one_pass_although_all_streams_re
             reached.extend(seen.iter().copied());
             db.complete(me, &got).await;
             refill(&db, kind, &Vec::from_iter(seen), 2).await;
-            assert!(claims <= 26, "{}: {} of 300 streams after {claims} claims", kind.category, reached.len());
+            assert!(
+                claims <= 26,
+                "{}: {} of 300 streams after {claims} claims",
+                kind.category,
+                reached.len()
+            );
         }
-        println!("{}: 300 refilling streams reached in {claims} claims of 50; the hot one got {hot} rows", kind.category);
+        println!(
+            "{}: 300 refilling streams reached in {claims} claims of 50; the hot one got {hot} rows",
+            kind.category
+        );
         assert!(hot <= 40, "{}: the hot stream got {hot} rows in one pass", kind.category);
     }
 }

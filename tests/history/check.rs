@@ -43,11 +43,17 @@ fn one_change(event: &Event, op: Option<&Op>) -> Result<(), String> {
     ensure(!old.done, "a finished row was changed")?;
     if let Some(new) = &event.new {
         let claimed = old.instance.is_none() && new.instance.is_some();
-        ensure(new.epoch == old.epoch + i64::from(claimed), "the epoch must grow by one at a claim and never else")?;
+        ensure(
+            new.epoch == old.epoch + i64::from(claimed),
+            "the epoch must grow by one at a claim and never else",
+        )?;
     }
     match op {
         // A producer parks what it has just stored.
-        None => ensure(old.epoch == 0 && old.scheduled.is_none() && old.instance.is_none(), "nobody asked for this change"),
+        None => ensure(
+            old.epoch == 0 && old.scheduled.is_none() && old.instance.is_none(),
+            "nobody asked for this change",
+        ),
         Some(Op::Claim { me, .. }) => claimed(event, old, *me),
         Some(Op::Settle { me, asked, .. }) => settled(event, old, *me, asked),
         Some(Op::Renew { me, asked, .. }) => renewed(event, old, *me, asked),
@@ -70,7 +76,9 @@ fn claimed(event: &Event, old: &Lease, me: Uuid) -> Result<(), String> {
             ensure(new.attempts == old.attempts, "an expired lease keeps its attempt")?;
             ensure((0..=1).contains(&(new.crashes - old.crashes)), "an expired lease is one crash at most")
         }
-        (None, None) => ensure(old.scheduled.is_some_and(|due| due <= event.at), "a parked row was freed before its time"),
+        (None, None) => {
+            ensure(old.scheduled.is_some_and(|due| due <= event.at), "a parked row was freed before its time")
+        }
         (Some(_), Some(_)) => Err("a leased row was claimed".to_owned()),
     }
 }
@@ -82,18 +90,29 @@ fn fits(event: &Event, new: &Lease) -> Result<(), String> {
     ensure(end <= event.at + LEASE_MICROS, "the lease is too long")
 }
 
-fn settled(event: &Event, old: &Lease, me: Uuid, asked: &HashMap<Uuid, (i64, &'static str)>) -> Result<(), String> {
+fn settled(
+    event: &Event,
+    old: &Lease,
+    me: Uuid,
+    asked: &HashMap<Uuid, (i64, &'static str)>,
+) -> Result<(), String> {
     ensure(old.instance == Some(me), "a settlement changed a row that its instance does not hold")?;
-    let handed_back = |new: &Lease| new.instance.is_none() && new.attempts == (old.attempts - 1).max(0) && !new.done;
+    let handed_back =
+        |new: &Lease| new.instance.is_none() && new.attempts == (old.attempts - 1).max(0) && !new.done;
     let Some((epoch, verdict)) = asked.get(&event.id) else {
         let new = event.new.as_ref().ok_or("a settlement deleted a row nobody named")?;
         ensure(asked.values().any(|(_, verdict)| *verdict == "retry"), "only a retry hands other rows back")?;
-        return ensure(handed_back(new) && new.scheduled == old.scheduled, "a row of the run must go back with its attempt");
+        return ensure(
+            handed_back(new) && new.scheduled == old.scheduled,
+            "a row of the run must go back with its attempt",
+        );
     };
     ensure(old.epoch == *epoch, "a settlement changed a row under another epoch")?;
     match (*verdict, &event.new) {
         ("complete" | "dead_letter", None) => Ok(()),
-        ("complete", Some(new)) => ensure(new.done && new.instance.is_none(), "a kept row must be done and free"),
+        ("complete", Some(new)) => {
+            ensure(new.done && new.instance.is_none(), "a kept row must be done and free")
+        }
         ("retry", Some(new)) => ensure(
             new.instance.is_none() && new.scheduled.is_some() && new.attempts == old.attempts && !new.done,
             "a retried row must be free, parked and keep its attempts",
@@ -105,7 +124,10 @@ fn settled(event: &Event, old: &Lease, me: Uuid, asked: &HashMap<Uuid, (i64, &'s
 
 fn renewed(event: &Event, old: &Lease, me: Uuid, asked: &HashMap<Uuid, i64>) -> Result<(), String> {
     let new = event.new.as_ref().ok_or("a renewal deleted a row")?;
-    ensure(old.instance == Some(me) && asked.get(&event.id) == Some(&old.epoch), "a renewal touched another claim")?;
+    ensure(
+        old.instance == Some(me) && asked.get(&event.id) == Some(&old.epoch),
+        "a renewal touched another claim",
+    )?;
     ensure(old.expiry.is_some_and(|end| end > event.began), "an expired lease was revived")?;
     ensure(Lease { expiry: new.expiry, ..old.clone() } == *new, "a renewal changed more than the expiry")?;
     fits(event, new)

@@ -95,9 +95,10 @@ impl Claimer {
     }
 
     async fn claim(&mut self) -> Vec<Claimed> {
-        let categories = self.choices.random_bool(0.4).then(|| vec![KINDS[self.choices.random_range(0..4)].category]);
+        let categories =
+            self.choices.random_bool(0.4).then(|| vec![KINDS[self.choices.random_range(0..4)].category]);
         let (rows, run) = (self.choices.random_range(1..40_i32), self.choices.random_range(1..8_i32));
-        let (open, rolled_back) = (self.choices.random_bool(0.3), self.choices.random_bool(0.1));
+        let (open, rolled_back) = (self.choices.random_bool(0.4), self.choices.random_bool(0.1));
         let op = self.world.begin(Op::Claim { me: self.me, answer: None });
         if open {
             self.statement("begin").await;
@@ -119,7 +120,7 @@ impl Claimer {
             }
         };
         if open {
-            spend(&mut self.choices, 15).await;
+            spend(&mut self.choices, 20).await;
             self.statement(if rolled_back { "rollback" } else { "commit" }).await;
             if rolled_back {
                 return Vec::new();
@@ -166,9 +167,15 @@ impl Claimer {
             let fenced = self.settle(items).await;
             for (rest, steps) in &mut runs {
                 // A row of this run is somebody else's now: so is the rest of it.
-                if rest.iter().any(|row| fenced.contains(&(row.category.clone(), row.stream, row.name.clone()))) {
+                if rest
+                    .iter()
+                    .any(|row| fenced.contains(&(row.category.clone(), row.stream, row.name.clone())))
+                {
                     steps.clear();
                 }
+            }
+            if !self.zombies.is_empty() && self.choices.random_bool(0.2) {
+                self.rise().await;
             }
             let (over, going) = runs.into_iter().partition(|(_, steps)| steps.is_empty());
             runs = going;
@@ -222,8 +229,10 @@ impl Claimer {
         loop {
             let asked = ids.iter().copied().zip(epochs.iter().copied()).collect();
             let op = self.world.begin(Op::Renew { me: self.me, asked, answer: None });
-            let arguments: [&(dyn ToSql + Sync); 6] = [&op, &rest[0].category, &self.me, &ids, &epochs, &LEASE];
-            let answer = self.db.query("select id, locked from hist.renew($1, $2, $3, $4, $5, $6)", &arguments).await;
+            let arguments: [&(dyn ToSql + Sync); 6] =
+                [&op, &rest[0].category, &self.me, &ids, &epochs, &LEASE];
+            let answer =
+                self.db.query("select id, locked from hist.renew($1, $2, $3, $4, $5, $6)", &arguments).await;
             let rows: Vec<(Uuid, bool)> = match answer {
                 Ok(rows) => rows.iter().map(|row| (row.get(0), row.get(1))).collect(),
                 Err(error) => {

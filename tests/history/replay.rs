@@ -55,7 +55,8 @@ pub(crate) fn streams(events: &[Event], commits: &HashMap<Uuid, i64>, serialised
         }
     }
     let outcome = Outcome::default();
-    let mut replay = Replay { serialised, commits, streams: HashMap::new(), last_lease, finished_by, outcome };
+    let mut replay =
+        Replay { serialised, commits, streams: HashMap::new(), last_lease, finished_by, outcome };
     for event in events {
         replay.step(event);
     }
@@ -88,7 +89,8 @@ impl<'a> Replay<'a> {
                 (None, _) => None,
             };
         }
-        if leases(event) && event.key.stream.is_some() && self.last_lease[&(event.op, &event.key)] == event.n {
+        if leases(event) && event.key.stream.is_some() && self.last_lease[&(event.op, &event.key)] == event.n
+        {
             self.check_prefix(event);
         }
     }
@@ -101,7 +103,8 @@ impl<'a> Replay<'a> {
                 && op != event.op
                 && *seq != event.seq
             {
-                let what = format!("{owner} still had row {seq} of the stream when this was leased: {event:?}");
+                let what =
+                    format!("{owner} still had row {seq} of the stream when this was leased: {event:?}");
                 self.outcome.violations.push(what);
                 return;
             }
@@ -111,13 +114,15 @@ impl<'a> Replay<'a> {
     /// Nothing that the claim could see was passed over.
     fn check_prefix(&mut self, event: &Event) {
         let Some(rows) = self.streams.get(&event.key) else { return };
-        let Some((top, _)) = rows.iter().rfind(|(_, row)| row.lease.is_some_and(|(_, op)| op == event.op)) else {
+        let Some((top, _)) = rows.iter().rfind(|(_, row)| row.lease.is_some_and(|(_, op)| op == event.op))
+        else {
             return;
         };
         for (seq, row) in rows.range(..top) {
             let seen = self.serialised || self.commits.get(&row.id).is_some_and(|n| *n < event.started);
             if row.lease.is_none() && seen {
-                let what = format!("row {seq} of the stream was passed over by the claim that ended with {event:?}");
+                let what =
+                    format!("row {seq} of the stream was passed over by the claim that ended with {event:?}");
                 self.outcome.violations.push(what);
                 return;
             }
@@ -133,7 +138,8 @@ impl<'a> Replay<'a> {
         let together = &self.finished_by[&event.op];
         if let Some((seq, _)) = rows.range(..event.seq).find(|(_, row)| !together.contains(&row.id)) {
             if live {
-                let what = format!("row {seq} of the stream was unfinished when a later one ended: {event:?}");
+                let what =
+                    format!("row {seq} of the stream was unfinished when a later one ended: {event:?}");
                 self.outcome.violations.push(what);
             } else {
                 self.outcome.late += 1;

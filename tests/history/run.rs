@@ -17,6 +17,7 @@ use crate::work::session;
 pub(crate) struct Settings {
     pub(crate) seed: u64,
     pub(crate) serialised: bool,
+    pub(crate) claimers: u64,
     pub(crate) lasts: Duration,
     /// Ends at the first violation, which is expected.
     pub(crate) hunting: bool,
@@ -50,7 +51,9 @@ fn in_flight_left_out(
     for (number, op) in &mut ops {
         if !seen.contains(number) {
             match op {
-                super::Op::Claim { answer, .. } if answer.as_ref().is_some_and(|rows| !rows.is_empty()) => *answer = None,
+                super::Op::Claim { answer, .. } if answer.as_ref().is_some_and(|rows| !rows.is_empty()) => {
+                    *answer = None
+                }
                 super::Op::Settle { answer, .. } | super::Op::Renew { answer, .. } => *answer = None,
                 _ => {}
             }
@@ -60,11 +63,10 @@ fn in_flight_left_out(
 }
 
 pub(crate) async fn run(db: &Database, settings: Settings) -> Report {
-    let Settings { seed, serialised, lasts, hunting } = settings;
-    let world = Arc::new(World::new(db.url(), seed, serialised));
+    let Settings { seed, serialised, claimers, lasts, hunting } = settings;
+    let world = Arc::new(World::new(db.url(), seed, serialised, 30 * claimers as i64));
     let mut actors = JoinSet::new();
-    // Fewer instances meet their own old claims more often.
-    for number in 0..if hunting { 4 } else { 8 } {
+    for number in 0..claimers {
         actors.spawn(Claimer::new(Arc::clone(&world), number).await.live());
     }
     for number in 0..4 {
@@ -72,6 +74,9 @@ pub(crate) async fn run(db: &Database, settings: Settings) -> Report {
     }
     for number in 0..2 {
         actors.spawn(load::lock_things(Arc::clone(&world), 20 + number));
+    }
+    for number in 0..if serialised { 0 } else { 3 } {
+        actors.spawn(load::come_late(Arc::clone(&world), 40 + number));
     }
     actors.spawn(load::let_time_pass(Arc::clone(&world), 30));
     let sampler = tokio::spawn(sampler::sample(Arc::clone(&world)));
@@ -92,7 +97,10 @@ pub(crate) async fn run(db: &Database, settings: Settings) -> Report {
     let (mut violations, outcome, events) = verdict(&world).await;
     violations.extend(crashed);
     if !hunting && (!done || outcome.left > 0 || outcome.stored != outcome.finished) {
-        violations.push(format!("{} rows were lost: stored {}, finished {}", outcome.left, outcome.stored, outcome.finished));
+        violations.push(format!(
+            "{} rows were lost: stored {}, finished {}",
+            outcome.left, outcome.stored, outcome.finished
+        ));
     }
     let account = format!(
         "seed {seed}, {}: {:.1} s, {} rows stored and finished once, {events} changes, {} claims (slowest {:.1} ms), \

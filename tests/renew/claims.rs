@@ -102,15 +102,21 @@ async fn a_run_with_a_locked_row_does_not_get_two_lease_ends_in_the_wrong_order(
         assert_eq!(renewed.len(), 3, "nothing is lost yet");
         outsider.batch_execute("commit").await.unwrap();
         // Time passes without another renewal; the first row comes free.
-        let expire = format!("update {} set lease_expiry = clock_timestamp() where lease_expiry < clock_timestamp() + interval '2 seconds'", kind.table);
+        let expire = format!(
+            "update {} set lease_expiry = clock_timestamp() where lease_expiry < clock_timestamp() + interval '2 seconds'",
+            kind.table
+        );
         db.batch_execute(&expire).await.unwrap();
         db.claim(&Claim::of(other)).await;
         let mut states = Vec::new();
         for id in &stored {
             states.push(db.state(kind, *id).await.unwrap().instance);
         }
-        assert!(states[0] == Some(me) || states[1..].iter().all(|owner| *owner != Some(me)),
-            "{}: the head is lost while later rows are still leased to its old owner: {states:?}", kind.category);
+        assert!(
+            states[0] == Some(me) || states[1..].iter().all(|owner| *owner != Some(me)),
+            "{}: the head is lost while later rows are still leased to its old owner: {states:?}",
+            kind.category
+        );
     }
 }
 
@@ -122,9 +128,15 @@ async fn an_evicted_caller_is_told_so() {
         db.store(kind, scattered(1)).await;
         db.claim(&Claim::of(me)).await;
         db.evict(me).await;
-        let error = db.query("select * from renew_claims($1, $2, '{}', '{}')", &[&kind.category, &me]).await.unwrap_err();
+        let error = db
+            .query("select * from renew_claims($1, $2, '{}', '{}')", &[&kind.category, &me])
+            .await
+            .unwrap_err();
         let (code, hint) = refusal(&error);
-        assert_eq!((code.as_str(), hint.unwrap().as_str()), ("WH001", "Cancel what is running: others have these rows now."));
+        assert_eq!(
+            (code.as_str(), hint.unwrap().as_str()),
+            ("WH001", "Cancel what is running: others have these rows now.")
+        );
     }
 }
 

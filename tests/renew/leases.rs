@@ -8,7 +8,12 @@ use crate::work::{Claim, INBOX, KINDS, Kind, Lab, OUTBOX, PERSPECTIVE, Session, 
 
 static THREE: [&Kind; 3] = [&OUTBOX, &INBOX, &PERSPECTIVE];
 
-async fn renew(db: &Session, category: &str, ids: &[Uuid], seconds: i32) -> Result<i32, tokio_postgres::Error> {
+async fn renew(
+    db: &Session,
+    category: &str,
+    ids: &[Uuid],
+    seconds: i32,
+) -> Result<i32, tokio_postgres::Error> {
     Ok(db.query_one("select renew_leases($1, $2, $3)", &[&category, &ids, &seconds]).await?.get(0))
 }
 
@@ -53,7 +58,10 @@ async fn processed_expired_and_free_rows_are_skipped() {
         let me = db.member().await;
         let stored = db.store_many(kind, scattered(1), 3).await;
         db.claim(&Claim::of(me).rows(2)).await;
-        let end = format!("update {} set lease_expiry = clock_timestamp() - interval '1 second' where {} = $1", kind.table, kind.key);
+        let end = format!(
+            "update {} set lease_expiry = clock_timestamp() - interval '1 second' where {} = $1",
+            kind.table, kind.key
+        );
         db.execute(&end, &[&stored[0]]).await.unwrap();
         let done = format!("update {} set {} = now() where {} = $1", kind.table, kind.done, kind.key);
         db.execute(&done, &[&stored[1]]).await.unwrap();

@@ -21,7 +21,8 @@ async fn rows_that_nobody_here_holds_go_back_with_their_attempt() {
         let got = db.claim(&Claim::of(me).rows(2)).await;
         let foreign = db.claim(&Claim::of(other)).await;
         let sql = "select release_unheld($1, array[$2::uuid], array[$3::bigint])";
-        let release = async |epoch: i64| db.query_one(sql, &[&me, &got[0].id, &epoch]).await.unwrap().get::<_, i32>(0);
+        let release =
+            async |epoch: i64| db.query_one(sql, &[&me, &got[0].id, &epoch]).await.unwrap().get::<_, i32>(0);
         assert_eq!(release(got[0].epoch).await, 1, "{kind:?}");
         assert_eq!(release(got[0].epoch).await, 0);
         assert_eq!(db.state(kind, got[0].id).await.unwrap().instance, Some(me));

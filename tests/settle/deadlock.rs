@@ -34,12 +34,20 @@ async fn leased(db: &Session, me: Uuid) -> Vec<Claimed> {
 }
 
 /// Settles, renews and claims overlapping sets in random order; returns the errors.
-async fn quarrel(db: Session, shared: Arc<Shared>, seed: u64, verdicts: &'static [&'static str]) -> (usize, Vec<String>) {
+async fn quarrel(
+    db: Session,
+    shared: Arc<Shared>,
+    seed: u64,
+    verdicts: &'static [&'static str],
+) -> (usize, Vec<String>) {
     let mut choices = StdRng::seed_from_u64(seed);
     let (mut calls, mut errors) = (0, Vec::new());
     let mut note = |answer: Result<(), tokio_postgres::Error>| {
         if let Err(error) = answer {
-            errors.push(format!("{:?}", error.as_db_error().map(|e| (e.code().code().to_owned(), e.detail().map(str::to_owned)))));
+            errors.push(format!(
+                "{:?}",
+                error.as_db_error().map(|e| (e.code().code().to_owned(), e.detail().map(str::to_owned)))
+            ));
         }
     };
     while Instant::now() < shared.ends {
@@ -99,7 +107,12 @@ async fn nobody_deadlocks(verdicts: &'static [&'static str]) {
     let calls: usize = all.iter().map(|(calls, _)| calls).sum();
     let errors: Vec<_> = all.into_iter().flat_map(|(_, errors)| errors).collect();
     println!("{verdicts:?}: {calls} calls, {} errors", errors.len());
-    assert!(errors.is_empty(), "{} of {calls} calls failed: {:?}", errors.len(), &errors[..errors.len().min(3)]);
+    assert!(
+        errors.is_empty(),
+        "{} of {calls} calls failed: {:?}",
+        errors.len(),
+        &errors[..errors.len().min(3)]
+    );
 }
 
 #[tokio::test]

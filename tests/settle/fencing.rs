@@ -111,7 +111,10 @@ async fn an_evicted_caller_is_told_so_and_changes_nothing() {
         for name in VERDICTS {
             let error = db.try_settle(me, &[verdict(&got[0], name)], false).await.unwrap_err();
             let (code, hint) = refusal(&error);
-            assert_eq!((code.as_str(), hint.unwrap().as_str()), ("WH001", "Discard the results: others have these rows now."));
+            assert_eq!(
+                (code.as_str(), hint.unwrap().as_str()),
+                ("WH001", "Discard the results: others have these rows now.")
+            );
         }
         assert_eq!(db.state(kind, id).await, before);
     }

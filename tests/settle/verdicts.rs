@@ -41,7 +41,11 @@ async fn a_completed_row_that_is_kept_is_done_and_free() {
         let got = db.claim(&Claim::of(me)).await;
         assert!(db.try_settle(me, &[verdict(&got[0], "complete")], true).await.unwrap().is_empty());
         let state = db.state(kind, id).await.unwrap();
-        assert_eq!((state.done, state.instance, state.expiry, state.epoch), (true, None, None, 1), "{kind:?}");
+        assert_eq!(
+            (state.done, state.instance, state.expiry, state.epoch),
+            (true, None, None, 1),
+            "{kind:?}"
+        );
         assert_eq!(db.settle(me, &[verdict(&got[0], "complete")]).await, [id], "done is done");
         assert_eq!(db.claim(&Claim::of(me)).await.len(), 0);
     }
@@ -59,7 +63,11 @@ async fn a_retry_parks_the_row_and_keeps_its_attempts() {
         let before = db.now().await;
         assert!(db.settle(me, &[item]).await.is_empty());
         let state = db.state(kind, id).await.unwrap();
-        assert_eq!((state.instance, state.expiry, state.epoch, state.attempts), (None, None, 1, 1), "{kind:?}");
+        assert_eq!(
+            (state.instance, state.expiry, state.epoch, state.attempts),
+            (None, None, 1, 1),
+            "{kind:?}"
+        );
         assert_eq!((state.reason, state.error.as_deref(), state.done), (Some(2), Some("refused"), false));
         let pause = state.scheduled.unwrap().duration_since(before).unwrap();
         assert!((60.0..62.0).contains(&pause.as_secs_f64()), "{pause:?}");
@@ -105,7 +113,10 @@ async fn a_retry_hands_the_rest_of_its_run_back_with_the_attempt() {
         db.park(kind, stored[1], -1.0).await;
         let again = db.claim(&Claim::of(me)).await;
         assert_eq!(ids(&again), stored[1..]);
-        assert_eq!(again.iter().map(|row| (row.attempts, row.epoch)).collect::<Vec<_>>(), [(2, 2), (1, 2), (1, 2)]);
+        assert_eq!(
+            again.iter().map(|row| (row.attempts, row.epoch)).collect::<Vec<_>>(),
+            [(2, 2), (1, 2), (1, 2)]
+        );
     }
 }
 
@@ -256,14 +267,25 @@ async fn an_empty_flush_is_no_error() {
 async fn the_pause_after_an_attempt_doubles_up_to_its_cap_for_every_attempt() {
     let (_lab, db) = Lab::new().await;
     let mut attempts: Vec<i64> = (0..70).collect();
-    attempts.extend([1_000, i64::from(i32::MAX), i64::from(u32::MAX) - 1, i64::from(u32::MAX), i64::MAX, -1, i64::MIN]);
+    attempts.extend([
+        1_000,
+        i64::from(i32::MAX),
+        i64::from(u32::MAX) - 1,
+        i64::from(u32::MAX),
+        i64::MAX,
+        -1,
+        i64::MIN,
+    ]);
     let sql = "select a, extract(epoch from wh_retry_delay(a, $2, $3))::float8 from unnest($1::bigint[]) a";
     for (base, cap) in [(30_i32, 300_i32), (1, i32::MAX), (i32::MAX, i32::MAX), (5, 1)] {
         for row in db.query(sql, &[&attempts, &base, &cap]).await.unwrap() {
             let (attempt, pause): (i64, f64) = (row.get(0), row.get(1));
             let exponent = i32::try_from((attempt.max(1) - 1).min(10)).unwrap();
             let expected = (f64::from(base) * 2f64.powi(exponent)).min(f64::from(cap));
-            assert!((pause - expected).abs() < 1.0, "attempt {attempt}, base {base}, cap {cap}: {pause}, not {expected}");
+            assert!(
+                (pause - expected).abs() < 1.0,
+                "attempt {attempt}, base {base}, cap {cap}: {pause}, not {expected}"
+            );
         }
     }
 }
