@@ -1,4 +1,5 @@
 //! The invariants of claiming under random concurrency, by a recorded history; and the proof that the checker finds faults.
+#![allow(clippy::print_stdout, reason = "figures are printed for the reader of a test run")]
 
 mod common;
 mod history;

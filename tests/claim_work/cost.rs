@@ -219,7 +219,7 @@ async fn pinned(stream: &str) -> Vec<(i64, f64)> {
     );
     let claim = Claim::of(me).only(&OUTBOX);
     let mut figures = Vec::new();
-    for round in 0..20 * common::scale() + 1 {
+    for round in 0..=20 * common::scale() {
         db.batch_execute(&store).await.expect("rows");
         if round % 4 == 0 {
             figures.push(buffers(&db, &claim.clone().rows(200)).await);
