@@ -1,4 +1,5 @@
 //! The invariants of claiming under random concurrency, by a recorded history; and the proof that the checker finds faults.
+#![allow(clippy::print_stdout, reason = "figures are printed for the reader of a test run")]
 
 mod common;
 mod history;
@@ -18,11 +19,15 @@ fn seed(of: u64) -> u64 {
         .map_or(of, |text| text.parse().expect("WORKPUMP_TEST_SEED is a number"))
 }
 
-async fn holds(serialised: bool, of: u64) {
+async fn holds(serialised: bool, slowly: bool, of: u64) {
     let db = common::database().await;
-    audit::install(&db.connect().await).await;
-    let lasts = Duration::from_millis(4_500) * common::scale();
-    let settings = Settings { seed: seed(of), serialised, lasts, hunting: false };
+    let client = db.connect().await;
+    audit::install(&client).await;
+    if slowly {
+        mutation::walk_slowly(&client).await;
+    }
+    let lasts = Duration::from_secs(4) * common::scale();
+    let settings = Settings { seed: seed(of), serialised, claimers: 8, lasts, hunting: false };
     let report = run(&db, settings).await;
     println!("{}", report.account);
     let some: Vec<_> = report.violations.iter().take(5).collect();
@@ -31,12 +36,18 @@ async fn holds(serialised: bool, of: u64) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn streams_stay_whole_and_in_order_while_producers_are_serialised() {
-    holds(true, 1).await;
+    holds(true, false, 1).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn streams_have_one_owner_and_lose_nothing_while_producers_overlap() {
-    holds(false, 2).await;
+    holds(false, false, 2).await;
+}
+
+/// Other claims commit between the snapshot in which a stream looked free and the lock on it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn streams_stay_whole_although_claims_take_their_time() {
+    holds(true, true, 4).await;
 }
 
 /// What was found, or that nothing was.
@@ -46,8 +57,8 @@ async fn hunt(mutation: &Mutation) -> Result<String, String> {
     audit::install(&client).await;
     mutation::plant(&client, mutation).await;
     let lasts = Duration::from_secs(20) * common::scale();
-    let report =
-        run(&db, Settings { seed: seed(3), serialised: !mutation.overlapping, lasts, hunting: true }).await;
+    let (claimers, serialised) = (mutation.claimers, !mutation.overlapping);
+    let report = run(&db, Settings { seed: seed(3), serialised, claimers, lasts, hunting: true }).await;
     let first: Option<String> = report.violations.first().map(|what| what.chars().take(90).collect());
     first.map(|what| format!("{}: {what}; {}", mutation.name, report.account)).ok_or(mutation.name.to_owned())
 }

@@ -1,4 +1,5 @@
 //! `settle_work` on a real server: only the holder of a claim changes anything, and a whole flush is one call.
+#![allow(clippy::print_stdout, reason = "figures are printed for the reader of a test run")]
 
 mod common;
 #[path = "common/work.rs"]

@@ -139,7 +139,7 @@ async fn an_empty_claim_over_blocked_streams_is_bounded() {
         let (_turn, _lab, db) = quiet().await;
         let me = db.member().await;
         fill(&db, &OUTBOX, streams, 5).await;
-        let park = "update wh_outbox o set scheduled_for = 'infinity' where seq = (select min(seq) from wh_outbox i where i.stream_id = o.stream_id)";
+        let park = "update wh_outbox set scheduled_for = 'infinity' where seq in (select min(seq) from wh_outbox group by stream_id)";
         db.batch_execute(park).await.unwrap();
         db.batch_execute("vacuum analyze wh_outbox").await.unwrap();
         empty_claim(&db, me, &format!("{streams} streams with a parked head and fresh rows behind"), 40_000)
@@ -154,7 +154,7 @@ async fn a_claimable_stream_among_many_blocked_ones_is_reached_within_a_few_clai
         let me = db.member().await;
         fill(&db, kind, 5_000, 2).await;
         let park = format!(
-            "update {0} o set scheduled_for = 'infinity' where seq = (select min(seq) from {0} i where i.stream_id = o.stream_id)",
+            "update {0} set scheduled_for = 'infinity' where seq in (select min(seq) from {0} group by stream_id)",
             kind.table
         );
         db.batch_execute(&park).await.unwrap();
@@ -219,7 +219,7 @@ async fn pinned(stream: &str) -> Vec<(i64, f64)> {
     );
     let claim = Claim::of(me).only(&OUTBOX);
     let mut figures = Vec::new();
-    for round in 0..20 * common::scale() + 1 {
+    for round in 0..=20 * common::scale() {
         db.batch_execute(&store).await.expect("rows");
         if round % 4 == 0 {
             figures.push(buffers(&db, &claim.clone().rows(200)).await);

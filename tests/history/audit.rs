@@ -35,6 +35,7 @@ create function hist.lease(p_row jsonb, p_done text) returns jsonb language sql 
         'done', p_row ->> p_done is not null) end
 $f$;
 create function hist.yes(bigint) returns boolean language sql as 'select true';
+create function hist.slowly() returns boolean language sql volatile as 'select pg_sleep(0.003) is not null';
 create function hist.begin(p_op bigint) returns void language sql as $f$
     select set_config('test.op', p_op::text, true), set_config('test.started', nextval('hist.n')::text, true)
 $f$;

@@ -163,10 +163,8 @@ fn answers(events: &[Event], ops: &HashMap<i64, Op>) -> Vec<String> {
                     }
                 }
             }
-            Op::Renew { answer: Some(renewed), .. } => {
-                if touched != renewed.iter().copied().collect() {
-                    found.push(format!("renewal {number} returned other rows than it renewed"));
-                }
+            Op::Renew { answer: Some(renewed), .. } if touched != renewed.iter().copied().collect() => {
+                found.push(format!("renewal {number} returned other rows than it renewed"));
             }
             _ => {}
         }

@@ -98,7 +98,7 @@ impl Claimer {
         let categories =
             self.choices.random_bool(0.4).then(|| vec![KINDS[self.choices.random_range(0..4)].category]);
         let (rows, run) = (self.choices.random_range(1..40_i32), self.choices.random_range(1..8_i32));
-        let (open, rolled_back) = (self.choices.random_bool(0.3), self.choices.random_bool(0.1));
+        let (open, rolled_back) = (self.choices.random_bool(0.4), self.choices.random_bool(0.1));
         let op = self.world.begin(Op::Claim { me: self.me, answer: None });
         if open {
             self.statement("begin").await;
@@ -120,7 +120,7 @@ impl Claimer {
             }
         };
         if open {
-            spend(&mut self.choices, 15).await;
+            spend(&mut self.choices, 20).await;
             self.statement(if rolled_back { "rollback" } else { "commit" }).await;
             if rolled_back {
                 return Vec::new();
@@ -173,6 +173,9 @@ impl Claimer {
                 {
                     steps.clear();
                 }
+            }
+            if !self.zombies.is_empty() && self.choices.random_bool(0.2) {
+                self.rise().await;
             }
             let (over, going) = runs.into_iter().partition(|(_, steps)| steps.is_empty());
             runs = going;

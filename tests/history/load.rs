@@ -10,9 +10,6 @@ use uuid::Uuid;
 use super::{Op, World, spend};
 use crate::work::{KINDS, Kind, Session, scattered, session};
 
-/// More unfinished rows than this are no better load.
-const ENOUGH: i64 = 250;
-
 async fn unfinished(db: &Session) -> i64 {
     let parts: Vec<_> = KINDS
         .iter()
@@ -53,7 +50,7 @@ fn places(choices: &mut StdRng) -> Vec<Place> {
 pub(crate) async fn produce(world: Arc<World>, number: u64) {
     let (db, mut choices) = (session(&world.url).await, world.choices(number));
     while !world.is_settling() && !world.is_over() {
-        if unfinished(&db).await > ENOUGH {
+        if unfinished(&db).await > world.enough {
             spend(&mut choices, 20).await;
             continue;
         }
@@ -87,6 +84,30 @@ pub(crate) async fn produce(world: Arc<World>, number: u64) {
                 .await
                 .expect("the commit");
         }
+    }
+}
+
+/// A producer that is late on purpose: it commits the first row of a stream while the claim of the second is not committed.
+pub(crate) async fn come_late(world: Arc<World>, number: u64) {
+    let (db, late) = (session(&world.url).await, session(&world.url).await);
+    let mut choices = world.choices(number);
+    while !world.is_settling() && !world.is_over() {
+        let (kind, stream) = (KINDS[choices.random_range(0..4)], scattered(number));
+        late.batch_execute("begin").await.expect("begin");
+        let first = late.store(kind, stream).await;
+        let second = db.store(kind, stream).await;
+        let note = "insert into hist.committed (id) values ($1)";
+        db.execute(note, &[&second]).await.expect("the commit");
+        let free = format!("select 1 from {} where {} = $1 for update skip locked", kind.table, kind.key);
+        for _ in 0..100 {
+            if db.query(&free, &[&second]).await.expect("a look").is_empty() {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        late.batch_execute("commit").await.expect("commit");
+        late.execute(note, &[&first]).await.expect("the commit");
+        spend(&mut choices, 20).await;
     }
 }
 

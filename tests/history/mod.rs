@@ -44,6 +44,8 @@ pub(crate) struct World {
     pub(crate) seed: u64,
     /// Producers take a lock per stream, so that arrival order is commit order.
     pub(crate) serialised: bool,
+    /// More unfinished rows than this are no better load.
+    pub(crate) enough: i64,
     pub(crate) settling: AtomicBool,
     pub(crate) over: AtomicBool,
     pub(crate) max_claim_micros: AtomicI64,
@@ -54,11 +56,12 @@ pub(crate) struct World {
 }
 
 impl World {
-    pub(crate) fn new(url: &str, seed: u64, serialised: bool) -> Self {
+    pub(crate) fn new(url: &str, seed: u64, serialised: bool, enough: i64) -> Self {
         Self {
             url: url.to_owned(),
             seed,
             serialised,
+            enough,
             settling: AtomicBool::new(false),
             over: AtomicBool::new(false),
             max_claim_micros: AtomicI64::new(0),

@@ -11,6 +11,9 @@ pub(crate) struct Mutation {
     pub(crate) name: &'static str,
     /// Shown by overlapping producers; else by producers that are serialised per stream.
     pub(crate) overlapping: bool,
+    pub(crate) claimers: u64,
+    /// Widens the gap between the snapshot of a walk and its locks; no fault by itself.
+    slowly: bool,
     /// Which functions, as a regular expression.
     functions: &'static str,
     from: &'static str,
@@ -23,7 +26,7 @@ const fn planted(
     from: &'static str,
     to: &'static str,
 ) -> Mutation {
-    Mutation { name, overlapping: false, functions, from, to }
+    Mutation { name, overlapping: false, claimers: 4, slowly: false, functions, from, to }
 }
 
 const CLAIM: &str = "^claim_orphaned_";
@@ -61,8 +64,15 @@ pub(crate) static ALL: &[Mutation] = &[
         "f.seq < coalesce(head.parked, 9223372036854775807)",
         "true",
     ),
-    planted("the run is not read again", READ, "l.instance_id is not null offset 0", "false offset 0"),
-    planted("a settlement without epoch", SETTLE, "and t.claim_epoch = i.epoch", ""),
+    Mutation {
+        slowly: true,
+        ..planted("the run is not read again", READ, "l.instance_id is not null offset 0", "false offset 0")
+    },
+    // One instance alone meets its own old claims again and again.
+    Mutation {
+        claimers: 1,
+        ..planted("a settlement without epoch", SETTLE, "and t.claim_epoch = i.epoch", "")
+    },
     planted("a settlement without instance", SETTLE, "and t.instance_id = p_instance_id", ""),
     planted("a retry keeps the run", SETTLE, "and l.seq > failed.seq", "and false"),
     planted("nothing is refunded", SETTLE, "attempts = greatest(t.attempts - 1, 0)", "attempts = t.attempts"),
@@ -72,7 +82,7 @@ pub(crate) static ALL: &[Mutation] = &[
         "set instance_id = null, lease_expiry = null, attempts",
         "set claim_epoch = 0, instance_id = null, lease_expiry = null, attempts",
     ),
-    planted("a renewal without epoch", RENEW, "and t.claim_epoch = i.epoch", ""),
+    Mutation { claimers: 1, ..planted("a renewal without epoch", RENEW, "and t.claim_epoch = i.epoch", "") },
     planted("a renewal revives", RENEW, "t.lease_expiry > v_now", "true"),
     planted("live leases run out", PROMOTE, "and d.claimable_at <= p_now", ""),
     planted("parked rows are due at once", PROMOTE, "and claimable_at <= p_now", ""),
@@ -92,15 +102,28 @@ pub(crate) static ALL: &[Mutation] = &[
 
 /// Plants a fault. One that changes nothing is a mistake of this list.
 pub(crate) async fn plant(client: &Client, mutation: &Mutation) {
+    replace(client, mutation.functions, mutation.from, mutation.to).await;
+    if mutation.slowly {
+        walk_slowly(client).await;
+    }
+}
+
+/// No fault, but other claims commit between the snapshot of a walk and its locks.
+pub(crate) async fn walk_slowly(client: &Client) {
+    let lock = "where pg_try_advisory_xact_lock(";
+    replace(client, "^wh_walk_", lock, "where hist.slowly() and pg_try_advisory_xact_lock(").await;
+}
+
+async fn replace(client: &Client, functions: &str, from: &str, to: &str) {
     let sql = "select pg_get_functiondef(oid) from pg_proc where proname ~ $1 and pronamespace = 'public'::regnamespace";
     let mut changed = 0;
-    for row in client.query(sql, &[&mutation.functions]).await.expect("the functions") {
+    for row in client.query(sql, &[&functions]).await.expect("the functions") {
         let text: String = row.get(0);
-        let mutated = text.replace(mutation.from, mutation.to);
+        let mutated = text.replace(from, to);
         if mutated != text {
-            client.batch_execute(&mutated).await.unwrap_or_else(|e| panic!("{}: {e:?}", mutation.name));
+            client.batch_execute(&mutated).await.unwrap_or_else(|e| panic!("{to}: {e:?}"));
             changed += 1;
         }
     }
-    assert!(changed > 0 && changed % 4 == 0, "{:?} fits {changed} functions", mutation.name);
+    assert!(changed > 0 && changed % 4 == 0, "{from:?} fits {changed} functions");
 }

@@ -17,6 +17,7 @@ use crate::work::session;
 pub(crate) struct Settings {
     pub(crate) seed: u64,
     pub(crate) serialised: bool,
+    pub(crate) claimers: u64,
     pub(crate) lasts: Duration,
     /// Ends at the first violation, which is expected.
     pub(crate) hunting: bool,
@@ -51,7 +52,7 @@ fn in_flight_left_out(
         if !seen.contains(number) {
             match op {
                 super::Op::Claim { answer, .. } if answer.as_ref().is_some_and(|rows| !rows.is_empty()) => {
-                    *answer = None
+                    *answer = None;
                 }
                 super::Op::Settle { answer, .. } | super::Op::Renew { answer, .. } => *answer = None,
                 _ => {}
@@ -62,21 +63,23 @@ fn in_flight_left_out(
 }
 
 pub(crate) async fn run(db: &Database, settings: Settings) -> Report {
-    let Settings { seed, serialised, lasts, hunting } = settings;
-    let world = Arc::new(World::new(db.url(), seed, serialised));
-    let mut actors = JoinSet::new();
-    // Fewer instances meet their own old claims more often.
-    for number in 0..if hunting { 4 } else { 8 } {
+    let Settings { seed, serialised, claimers, lasts, hunting } = settings;
+    let world = Arc::new(World::new(db.url(), seed, serialised, 30 * claimers as i64));
+    let (mut actors, mut producers) = (JoinSet::new(), JoinSet::new());
+    for number in 0..claimers {
         actors.spawn(Claimer::new(Arc::clone(&world), number).await.live());
     }
     for number in 0..4 {
-        actors.spawn(load::produce(Arc::clone(&world), 10 + number));
+        producers.spawn(load::produce(Arc::clone(&world), 10 + number));
     }
     for number in 0..2 {
         actors.spawn(load::lock_things(Arc::clone(&world), 20 + number));
     }
+    for number in 0..if serialised { 0 } else { 3 } {
+        producers.spawn(load::come_late(Arc::clone(&world), 40 + number));
+    }
     actors.spawn(load::let_time_pass(Arc::clone(&world), 30));
-    let sampler = tokio::spawn(sampler::sample(Arc::clone(&world)));
+    let looking = tokio::spawn(sampler::sample(Arc::clone(&world)));
 
     let start = Instant::now();
     while start.elapsed() < lasts && world.violations().is_empty() {
@@ -87,10 +90,12 @@ pub(crate) async fn run(db: &Database, settings: Settings) -> Report {
     }
     let ran = start.elapsed();
     world.settling.store(true, Ordering::Relaxed);
+    // The last commits come before the end can be seen.
+    let mut crashed = producers.join_all_caught().await;
     let done = hunting || load::drained(&world).await;
     world.over.store(true, Ordering::Relaxed);
-    let crashed = actors.join_all_caught().await;
-    let samples = sampler.await.unwrap_or(0);
+    crashed.extend(actors.join_all_caught().await);
+    let samples = looking.await.unwrap_or(0);
     let (mut violations, outcome, events) = verdict(&world).await;
     violations.extend(crashed);
     if !hunting && (!done || outcome.left > 0 || outcome.stored != outcome.finished) {

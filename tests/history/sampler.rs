@@ -4,10 +4,11 @@ use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio_postgres::Statement;
 use uuid::Uuid;
 
 use super::World;
-use crate::work::{KINDS, session};
+use crate::work::{KINDS, Session, session};
 
 type Stream = (&'static str, Uuid, String);
 
@@ -29,15 +30,15 @@ pub(crate) async fn sample(world: Arc<World>) -> usize {
         })
         .collect();
     let snapshot = db.prepare(&parts.join(" union all ")).await.expect("a statement");
-    let waits = "select wait_event, query from pg_stat_activity where wait_event_type = 'Lock' and state = 'active'
+    let waits = "select wait_event, pid::text || query_start::text,
+                    (select string_agg(b.state || ' ' || b.query, '; ') from pg_stat_activity b where b.pid = any (pg_blocking_pids(a.pid)))
+                 from pg_stat_activity a where wait_event_type = 'Lock' and state = 'active'
                  and wait_event in ('tuple', 'transactionid', 'advisory', 'virtualxid') and query like '%hist.claim(%'
                  and datname = current_database()";
     let waits = db.prepare(waits).await.expect("a statement");
     let mut samples = 0;
     while !world.is_over() {
-        for row in db.query(&waits, &[]).await.expect("the waits") {
-            world.violated(format!("a claim waited for a {} lock", row.get::<_, String>(0)));
-        }
+        look_at_waits(&world, &db, &waits).await;
         let mut streams: BTreeMap<Stream, Vec<(i64, Option<Uuid>, bool)>> = BTreeMap::new();
         for row in db.query(&snapshot, &[]).await.expect("a snapshot") {
             let category: String = row.get(0);
@@ -52,6 +53,30 @@ pub(crate) async fn sample(world: Arc<World>) -> usize {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     samples
+}
+
+/// What a session waits for is read after its statement, so the wait may be its next statement's: only who is seen again and again at
+/// one statement waits in it.
+async fn look_at_waits(world: &World, db: &Session, waits: &Statement) {
+    let mut suspects: Option<HashSet<String>> = None;
+    for looks in 0..4 {
+        let mut waiting = HashSet::new();
+        for row in db.query(waits, &[]).await.expect("the waits") {
+            let key: String = row.get(1);
+            if suspects.as_ref().is_some_and(|before| !before.contains(&key)) {
+                continue;
+            }
+            if looks == 3 {
+                let (lock, by): (String, Option<String>) = (row.get(0), row.get(2));
+                world.violated(format!("a claim waited for a {lock} lock, held by {by:?}"));
+            }
+            waiting.insert(key);
+        }
+        if waiting.is_empty() {
+            return;
+        }
+        suspects = Some(waiting);
+    }
 }
 
 fn look(world: &World, stream: &Stream, mut rows: Vec<(i64, Option<Uuid>, bool)>) {

@@ -30,7 +30,7 @@ async fn leases_are_extended_and_counted() {
         assert_eq!(renew(&db, kind.category, &asked, 600).await.unwrap(), 2, "{kind:?}");
         for id in &stored[..2] {
             let state = db.state(kind, *id).await.unwrap();
-            assert!(state.expiry.unwrap() >= before + Duration::from_secs(600));
+            assert!(state.expiry.unwrap() >= before + Duration::from_mins(10));
             assert_eq!((state.instance, state.epoch, state.attempts), (Some(me), 1, 1));
         }
         let untouched = db.state(kind, stored[2]).await.unwrap().expiry.unwrap();
@@ -118,6 +118,6 @@ async fn a_lease_is_extended_from_now_inside_a_long_transaction() {
         }
         db.batch_execute("commit").await.unwrap();
         let end = db.state(kind, id).await.unwrap().expiry.unwrap();
-        assert!(end >= before + Duration::from_secs(60), "{kind:?}");
+        assert!(end >= before + Duration::from_mins(1), "{kind:?}");
     }
 }
