@@ -23,7 +23,7 @@ pub(crate) fn parse(which: &'static str, url: &str) -> Result<Config, Error> {
 /// Opens one session, driven by the current tokio runtime until the client is dropped.
 pub async fn connect(url: &str) -> Result<Client, Error> {
     let config = parse("database", url)?;
-    let session = Session::open(&config).await.map_err(|error| Error::connect(&error))?;
+    let session = Session::open(&config).await.map_err(|error| Error::Connect(error.to_string()))?;
     Ok(session.client)
 }
 

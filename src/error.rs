@@ -64,10 +64,6 @@ pub enum Error {
 }
 
 impl Error {
-    pub(crate) fn connect(error: &tokio_postgres::Error) -> Self {
-        Self::Connect(describe(error))
-    }
-
     pub(crate) fn database(error: &tokio_postgres::Error) -> Self {
         Self::Database(describe(error))
     }

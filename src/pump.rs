@@ -132,7 +132,7 @@ impl Builder {
             // The pool starts a timer when it is made, and the caller may have no runtime.
             let io = io.handle();
             let _inside = io.enter();
-            Arc::new(PgWorkStore::new(&schema, pooled, direct.clone(), io.clone(), keep))
+            Arc::new(PgWorkStore::new(&schema, &pooled, direct.clone(), io.clone(), keep))
         };
         let engine = Engine::start(EngineParts {
             options: self.options,
@@ -170,7 +170,8 @@ impl Builder {
     async fn check_schema(&self, io: &OwnRuntime, direct: &Config) -> Result<(), Error> {
         let (config, schema, may_migrate) = (direct.clone(), self.schema.clone(), self.migrate);
         let checked = io.handle().spawn(async move {
-            let mut session = Session::open(&config).await.map_err(|error| Error::connect(&error))?;
+            let mut session =
+                Session::open(&config).await.map_err(|error| Error::Connect(error.to_string()))?;
             if may_migrate {
                 migrate_on(&mut session.client, &schema).await?;
             }

@@ -5,13 +5,13 @@ use tokio_postgres::error::SqlState;
 use workpump_actors::instance::InstanceId;
 use workpump_actors::port::StoreError;
 
-/// The server's own words, with its hint; for other errors the driver's, with their causes.
+use super::session::OpenError;
+
+/// The server's own words, with its SQLSTATE and hint; for other errors the driver's, with their causes.
 pub(crate) fn describe(error: &tokio_postgres::Error) -> String {
     if let Some(server) = error.as_db_error() {
-        return match server.hint() {
-            Some(hint) => format!("{} ({hint})", server.message()),
-            None => server.message().to_owned(),
-        };
+        let hint = server.hint().map(|hint| format!(", {hint}")).unwrap_or_default();
+        return format!("{} ({}){hint}", server.message(), server.code().code());
     }
     let mut text = error.to_string();
     let mut source = std::error::Error::source(error);
@@ -52,6 +52,14 @@ pub(crate) fn store_error(error: &tokio_postgres::Error, instance: InstanceId) -
             StoreError::Rejected { code: code.to_owned(), message: text }
         }
         code => StoreError::Other { code: code.to_owned(), message: text },
+    }
+}
+
+/// What it means that no session could be opened for `instance`.
+pub(crate) fn open_error(error: &OpenError, instance: InstanceId) -> StoreError {
+    match error {
+        OpenError::Late => StoreError::Unavailable(error.to_string()),
+        OpenError::Refused(error) => store_error(error, instance),
     }
 }
 
