@@ -34,16 +34,31 @@ create type @schema@.claimed_work as (
     metadata         jsonb
 );
 
+-- Refuses limits that cannot work, and an isolation level in which the proofs of a claim do not hold.
+create function @schema@.wh_check_claim(p_max_rows int, p_lease_seconds int, p_partition_count int, p_stream_run int, p_max_bytes bigint)
+returns void language plpgsql stable set search_path = pg_catalog, @schema@, pg_temp as $wh$
+begin
+    if p_max_rows is null or p_max_rows < 1 or p_lease_seconds is null or p_lease_seconds < 1 or p_partition_count is null
+       or p_partition_count < 1 or p_stream_run is null or p_stream_run < 1 or p_max_bytes is null or p_max_bytes < 1 then
+        raise exception 'claim_work: every limit must be at least 1, got max_rows %, lease_seconds %, partition_count %, stream_run %, max_bytes %',
+            p_max_rows, p_lease_seconds, p_partition_count, p_stream_run, p_max_bytes using errcode = '22023',
+            hint = 'Leave a limit out to get its default.';
+    end if;
+    if p_max_rows > 1000000 then
+        raise exception 'claim_work: max_rows must be at most 1000000, got %', p_max_rows using errcode = '22023',
+            hint = 'Claim again while the notice whizbang.has_more=true comes.';
+    end if;
+    if current_setting('transaction_isolation') <> 'read committed' then
+        raise exception 'claim_work needs read committed, not %', current_setting('transaction_isolation') using errcode = '25001',
+            hint = 'Its proofs need a new snapshot for every statement.';
+    end if;
+end $wh$;
+
 -- Refuses whoever is not a member, and keeps the member from being evicted until this transaction ends. A tombstone check alone
 -- leaves leases on the evicted id. False: an evictor has the member row right now, so claim nothing this time.
 create function @schema@.wh_hold_member(p_instance_id uuid) returns boolean
 language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
 begin
-    -- Here too, since the parts of a claim can be called alone.
-    if current_setting('transaction_isolation') <> 'read committed' then
-        raise exception 'a claim needs read committed, not %', current_setting('transaction_isolation') using errcode = '25001',
-            hint = 'Its proofs need a new snapshot for every statement.';
-    end if;
     perform 1 from @schema@.wh_service_instances where instance_id = p_instance_id for key share skip locked;
     if found then
         return true;
@@ -383,6 +398,7 @@ declare
     v_pick   record;
     v_member boolean;
     v_found  boolean;
+    v_full   boolean := false;
     v_probe  timestamptz;
     v_cost   interval := '0';
 begin
@@ -397,7 +413,7 @@ begin
         if v_found then
             v_member := coalesce(v_member, @schema@.wh_hold_member(p_instance_id));
             exit when not v_member;
-            perform @schema@.wh_promote_{x}(v_now, v_since, 1000);
+            v_full := @schema@.wh_promote_{x}(v_now, v_since, 1000) >= 1000;
             v_stream := coalesce(v_stream, @schema@.wh_any_place_{x}(), '00000000-0000-0000-0000-000000000000');
             -- Half of the rows for unordered work, then streams (those to be preferred, then whoever is next), then what is left over.
             foreach v_part in array array['half', 'preferred', 'streams', 'rest'] loop
@@ -432,7 +448,9 @@ begin
         perform set_config('workpump.cut', 'on', true);
     end if;
     perform set_config('{mark}', jsonb_build_object(
-        'seq', v_front, 'due', v_now, 'stream', v_stream, 'lane', v_lane,
+        'seq', v_front, 'stream', v_stream, 'lane', v_lane,
+        -- More has come due than was promoted: the next claim goes on there.
+        'due', case when not v_full then v_now when v_since > '-infinity' then (v_mark ->> 'due')::timestamptz end,
         -- The way to the front, past what is dead but not yet removed, takes one part in a hundred of the time at most. It comes once a
         -- second at most and, where it is short, at least: retried and handed back rows lie behind the mark.
         'whole', case when v_whole then clock_timestamp() + greatest(interval '1 second', 100 * v_cost)
@@ -448,6 +466,7 @@ language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off
 set plan_cache_mode = force_generic_plan as $wh$
 begin
+    perform @schema@.wh_check_claim(p_max_rows, p_lease_seconds, p_partition_count, p_stream_run, p_max_bytes);
     return query select * from @schema@.wh_claim_{x}(
         p_instance_id, p_lease_seconds, p_max_rows, p_stream_run, p_max_bytes, p_rank, p_members, p_partition_count);
 end $wh$;
@@ -535,24 +554,11 @@ declare
     v_place  int := 0;
     v_bytes  bigint;
 begin
-    if p_max_rows is null or p_max_rows < 1 or p_lease_seconds is null or p_lease_seconds < 1 or p_partition_count is null
-       or p_partition_count < 1 or p_stream_run is null or p_stream_run < 1 or p_max_bytes is null or p_max_bytes < 1 then
-        raise exception 'claim_work: every limit must be at least 1, got max_rows %, lease_seconds %, partition_count %, stream_run %, max_bytes %',
-            p_max_rows, p_lease_seconds, p_partition_count, p_stream_run, p_max_bytes using errcode = '22023',
-            hint = 'Leave a limit out to get its default.';
-    end if;
-    if p_max_rows > 1000000 then
-        raise exception 'claim_work: max_rows must be at most 1000000, got %', p_max_rows using errcode = '22023',
-            hint = 'Claim again while the notice whizbang.has_more=true comes.';
-    end if;
+    perform @schema@.wh_check_claim(p_max_rows, p_lease_seconds, p_partition_count, p_stream_run, p_max_bytes);
     select w into v_unknown from unnest(v_wanted) w where w is null or w <> all (c_known) limit 1;
     if found then
         raise exception 'unknown category %', coalesce(quote_literal(v_unknown), 'null') using errcode = 'WH002',
             hint = 'Known categories: outbox, inbox, perspective_event, receptor.';
-    end if;
-    if current_setting('transaction_isolation') <> 'read committed' then
-        raise exception 'claim_work needs read committed, not %', current_setting('transaction_isolation') using errcode = '25001',
-            hint = 'Its proofs need a new snapshot for every statement.';
     end if;
     if exists (select from @schema@.wh_instance_evictions where instance_id = p_instance_id) then
         raise exception 'instance % was evicted', p_instance_id using errcode = 'WH001',
