@@ -353,11 +353,12 @@ fn a_pause_and_a_resume_in_one_breath_never_make_two_claims_overlap() {
         options.dispatch.max_in_flight = 5_000;
         let rig = ClaimRig::start_open(options, &store);
         for _ in 0..200 {
+            rig.addr.do_send(Pause);
+            sleep(millis(67)).await;
+            rig.addr.do_send(Resume);
+            rig.addr.do_send(Pause);
+            rig.addr.do_send(Resume);
             sleep(millis(17)).await;
-            for _ in 0..3 {
-                rig.addr.do_send(Pause);
-                rig.addr.do_send(Resume);
-            }
         }
         let gaps = store.gaps(Op::Claim);
         assert!(gaps.iter().all(|gap| *gap >= 40), "{gaps:?}");

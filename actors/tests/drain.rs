@@ -108,9 +108,12 @@ fn a_drain_cancels_handlers_and_then_abandons_those_that_do_not_listen() {
         let store = FakeStore::new();
         let listened = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&listened);
+        let deaf = Arc::new(());
+        let held = Arc::clone(&deaf);
         let mixed = runner(1, move |job: Job| {
-            let count = Arc::clone(&count);
+            let (count, held) = (Arc::clone(&count), Arc::clone(&held));
             async move {
+                let _held = held;
                 if job.work.seq == 0 {
                     std::future::pending::<()>().await;
                 }
@@ -130,6 +133,9 @@ fn a_drain_cancels_handlers_and_then_abandons_those_that_do_not_listen() {
         assert_eq!(listened.load(Ordering::Relaxed), 2);
         assert_eq!(store.count(Op::Deregister), 1);
         assert_eq!(store.leased(), 0, "leaving hands back the lease of the abandoned row");
+        drop(engine);
+        quiesce().await;
+        assert_eq!(Arc::strong_count(&deaf), 1, "the abandoned handler was ended and its runner is gone");
     });
 }
 
