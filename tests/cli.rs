@@ -335,9 +335,7 @@ async fn a_password_is_never_shown() {
 
 /// A URL of these fixtures as keywords and values.
 fn keywords(url: &str) -> String {
-    let rest = url.strip_prefix("postgresql://").unwrap();
-    let (user, rest) = rest.split_once('@').unwrap();
-    let (host, rest) = rest.split_once(':').unwrap();
-    let (port, name) = rest.split_once('/').unwrap();
+    let parts: Vec<&str> = url.trim_start_matches("postgresql://").split(['@', ':', '/']).collect();
+    let [user, host, port, name] = parts[..] else { panic!("not a fixture's URL: {url}") };
     format!("user={user} host={} port={port} dbname={name}", host.replace("%2F", "/"))
 }
