@@ -23,6 +23,7 @@
 )]
 
 pub mod bouncer;
+pub mod proxy;
 pub mod server;
 pub mod wait;
 
