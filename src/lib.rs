@@ -15,7 +15,7 @@ mod pump;
 mod runtime;
 mod status;
 
-pub use connect::connect;
+pub use connect::{check_schema, connect, drop_schema};
 pub use enqueue::{EnqueueError, Enqueued, InvalidMessage, NewInbox, NewOutbox, Producer, Stored};
 pub use error::Error;
 pub use handler::{Context, Handler, OutboxMessage, Outcome, Publisher};

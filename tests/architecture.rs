@@ -61,7 +61,7 @@ fn none(rule: &str, places: &[String]) {
     assert!(places.is_empty(), "{rule}\n  {}", places.join("\n  "));
 }
 
-const SQL: [&str; 8] = [
+const SQL: [&str; 10] = [
     "SELECT ",
     "INSERT INTO",
     "DELETE FROM",
@@ -70,6 +70,8 @@ const SQL: [&str; 8] = [
     "\"insert into",
     "\"delete from",
     "\"update ",
+    "\"drop ",
+    "\"truncate ",
 ];
 
 #[test]

@@ -137,12 +137,7 @@ impl Scratch {
         if self.server.is_some() {
             return;
         }
-        let dropped = async {
-            let client = workpump::connect(&self.url).await?;
-            client.batch_execute(&format!("drop schema if exists {} cascade", self.schema)).await?;
-            Ok::<_, CliError>(())
-        };
-        if let Err(e) = dropped.await {
+        if let Err(e) = workpump::drop_schema(&self.url, &self.schema).await {
             complain(&format!("could not drop the schema {} of this run: {e}", self.schema));
         }
     }
