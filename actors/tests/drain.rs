@@ -113,12 +113,12 @@ fn a_drain_cancels_handlers_and_then_abandons_those_that_do_not_listen() {
         let mixed = runner(1, move |job: Job| {
             let (count, held) = (Arc::clone(&count), Arc::clone(&held));
             async move {
-                let _held = held;
                 if job.work.seq == 0 {
                     std::future::pending::<()>().await;
                 }
                 job.cancel.cancelled().await;
                 count.fetch_add(1, Ordering::Relaxed);
+                drop(held);
                 Err(Failure::retry("told to stop"))
             }
         });

@@ -55,6 +55,7 @@ fn threads() -> Vec<String> {
 #[test]
 fn real_threads_serve_blocking_handlers_and_any_runtime_and_are_gone_afterwards() {
     a_handler_that_blocks_its_thread_holds_up_only_its_own_lane();
+    results_are_written_although_the_only_thread_is_blocked();
     an_engine_works_from_a_plain_thread_a_tokio_runtime_and_an_actix_system();
     many_threads_keep_the_order_of_every_stream();
     assert!(threads().is_empty(), "{:?}", threads());
@@ -94,6 +95,34 @@ fn a_handler_that_blocks_its_thread_holds_up_only_its_own_lane() {
     handlers.block_on(store.finished());
     let report = block_on(engine.drain());
     assert_eq!((report.abandoned, report.deregistered), (0, true));
+}
+
+fn results_are_written_although_the_only_thread_is_blocked() {
+    let handlers = Builder::new_multi_thread().worker_threads(1).enable_time().build().expect("a runtime");
+    let watch = Builder::new_current_thread().enable_time().build().expect("a runtime");
+    let store = FakeStore::new();
+    let (release, blocked) = mpsc::channel::<()>();
+    let blocked = Arc::new(std::sync::Mutex::new(blocked));
+    let blocking = runner(1, move |job: Job| {
+        let blocked = Arc::clone(&blocked);
+        async move {
+            if job.work.seq == 10 {
+                // Blocks the thread until the test lets go.
+                let _ = blocked.lock().map(|blocked| blocked.recv());
+            }
+            Ok(())
+        }
+    });
+    store.insert_many(11, &Row::default());
+    let engine = block_on(Engine::start(parts(&store, &handlers, blocking))).expect("starts");
+    watch.block_on(async {
+        while store.unfinished() > 1 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    });
+    drop(release);
+    watch.block_on(store.finished());
+    block_on(engine.drain());
 }
 
 fn an_engine_works_from_a_plain_thread_a_tokio_runtime_and_an_actix_system() {
