@@ -15,7 +15,10 @@ use tokio_postgres::types::Type;
 use tokio_postgres::{Client, Config};
 use uuid::Uuid;
 use workpump::embedded::EmbeddedPostgres;
-use workpump::{Context, Failure, Handler, NewInbox, NewOutbox, Options, Outcome, OutboxMessage, Producer, Publisher, WorkPump};
+use workpump::{
+    Context, Failure, Handler, NewInbox, NewOutbox, Options, OutboxMessage, Outcome, Producer, Publisher,
+    WorkPump,
+};
 
 const BATCH: usize = 1_000;
 const ROUNDS: usize = 3;
@@ -79,7 +82,11 @@ impl Bench {
             let batch: Vec<_> = (start..self.rows.min(start + BATCH))
                 .map(|n| {
                     let message = NewInbox::new("order", &order(n as u64));
-                    if streams == 0 { message } else { message.stream(Uuid::from_u128(1 + n as u128 % u128::from(streams))) }
+                    if streams == 0 {
+                        message
+                    } else {
+                        message.stream(Uuid::from_u128(1 + n as u128 % u128::from(streams)))
+                    }
                 })
                 .collect();
             let stored = self.producer.inbox(&self.client, &batch).await.expect("enqueue");
@@ -145,11 +152,15 @@ impl Bench {
         let started = Instant::now();
         for batch in &batches {
             let transaction = self.client.transaction().await.expect("begin");
-            assert_eq!(self.producer.outbox(&transaction, batch).await.expect("enqueue").new_messages(), BATCH);
+            assert_eq!(
+                self.producer.outbox(&transaction, batch).await.expect("enqueue").new_messages(),
+                BATCH
+            );
             transaction.commit().await.expect("commit");
         }
         let pump = self.rows as f64 / started.elapsed().as_secs_f64();
-        let payloads: Vec<serde_json::Value> = (0..BATCH).map(|n| serde_json::to_value(order(n as u64)).expect("json")).collect();
+        let payloads: Vec<serde_json::Value> =
+            (0..BATCH).map(|n| serde_json::to_value(order(n as u64)).expect("json")).collect();
         let started = Instant::now();
         for _ in 0..self.rows / BATCH {
             let ids: Vec<Uuid> = (0..BATCH).map(|_| Uuid::now_v7()).collect();
@@ -196,7 +207,11 @@ fn median(mut values: Vec<f64>) -> f64 {
 
 async fn run(rows: usize) {
     // Durable, as in production: flushes are part of the price.
-    let server = EmbeddedPostgres::builder().setting("fsync", "on").setting("full_page_writes", "on").start().expect("server");
+    let server = EmbeddedPostgres::builder()
+        .setting("fsync", "on")
+        .setting("full_page_writes", "on")
+        .start()
+        .expect("server");
     let url = server.url("postgres");
     workpump::migrate(&url, "public").await.expect("migrate");
     let client = workpump::connect(&url).await.expect("connect");
@@ -216,10 +231,13 @@ async fn run(rows: usize) {
     println!("raw ceiling           {ceiling:>9.0} rows/s");
     println!("drain, unordered      {unordered:>9.0} rows/s   {:.2} of the ceiling", unordered / ceiling);
     println!("drain, 1 000 streams  {ordered:>9.0} rows/s   {:.2} of the ceiling", ordered / ceiling);
-    println!("enqueue, 1 000 a call {enqueue:>9.0} rows/s   {:.2} of a plain insert ({insert:.0} rows/s)", enqueue / insert);
+    println!(
+        "enqueue, 1 000 a call {enqueue:>9.0} rows/s   {:.2} of a plain insert ({insert:.0} rows/s)",
+        enqueue / insert
+    );
 }
 
 fn main() {
-    let rows = std::env::args().filter_map(|argument| argument.parse().ok()).next().unwrap_or(100_000);
+    let rows = std::env::args().find_map(|argument| argument.parse().ok()).unwrap_or(100_000);
     tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("runtime").block_on(run(rows));
 }

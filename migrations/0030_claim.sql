@@ -8,7 +8,7 @@
 --   wh_lock_runs_…      the runs of such streams, read in a new snapshot and locked
 --   wh_pick_streams_…   both, until enough rows are found
 --   wh_pick_unordered_… rows without a stream, oldest first
---   claim_orphaned_…    leases what was picked
+--   wh_claim_…          leases what was picked; claim_orphaned_… is the same by itself
 --
 -- What keeps a stream on one instance, in order (each shortcut was seen to break):
 --   1. a stream is weighed only under its bucket's try-lock, so two claims never weigh it at once;
@@ -34,6 +34,26 @@ create type @schema@.claimed_work as (
     metadata         jsonb
 );
 
+-- Refuses limits that cannot work, and an isolation level in which the proofs of a claim do not hold.
+create function @schema@.wh_check_claim(p_max_rows int, p_lease_seconds int, p_partition_count int, p_stream_run int, p_max_bytes bigint)
+returns void language plpgsql stable set search_path = pg_catalog, @schema@, pg_temp as $wh$
+begin
+    if p_max_rows is null or p_max_rows < 1 or p_lease_seconds is null or p_lease_seconds < 1 or p_partition_count is null
+       or p_partition_count < 1 or p_stream_run is null or p_stream_run < 1 or p_max_bytes is null or p_max_bytes < 1 then
+        raise exception 'claim_work: every limit must be at least 1, got max_rows %, lease_seconds %, partition_count %, stream_run %, max_bytes %',
+            p_max_rows, p_lease_seconds, p_partition_count, p_stream_run, p_max_bytes using errcode = '22023',
+            hint = 'Leave a limit out to get its default.';
+    end if;
+    if p_max_rows > 1000000 then
+        raise exception 'claim_work: max_rows must be at most 1000000, got %', p_max_rows using errcode = '22023',
+            hint = 'Claim again while the notice whizbang.has_more=true comes.';
+    end if;
+    if current_setting('transaction_isolation') <> 'read committed' then
+        raise exception 'claim_work needs read committed, not %', current_setting('transaction_isolation') using errcode = '25001',
+            hint = 'Its proofs need a new snapshot for every statement.';
+    end if;
+end $wh$;
+
 -- Refuses whoever is not a member, and keeps the member from being evicted until this transaction ends. A tombstone check alone
 -- leaves leases on the evicted id. False: an evictor has the member row right now, so claim nothing this time.
 create function @schema@.wh_hold_member(p_instance_id uuid) returns boolean
@@ -56,12 +76,13 @@ end $wh$;
 
 -- The place of an instance among the members that accept work and are not stale: its rank from 0, and their number.
 create function @schema@.wh_member_rank(p_instance_id uuid, out member_rank int, out members int)
-language sql stable set search_path = pg_catalog, @schema@, pg_temp as $wh$
-    select (count(*) filter (where instance_id < p_instance_id))::int, greatest(count(*), 1)::int
-    from @schema@.wh_service_instances
-    where accepts_work
-      and last_heartbeat_at > clock_timestamp() - make_interval(secs => greatest(30, 2 * coalesce(heartbeat_interval_seconds, 0) + 5))
-$wh$;
+language plpgsql stable set search_path = pg_catalog, @schema@, pg_temp as $wh$
+begin
+    select (count(*) filter (where m.instance_id < p_instance_id))::int, greatest(count(*), 1)::int into member_rank, members
+    from @schema@.wh_service_instances m
+    where m.accepts_work
+      and m.last_heartbeat_at > clock_timestamp() - make_interval(secs => greatest(30, 2 * coalesce(m.heartbeat_interval_seconds, 0) + 5));
+end $wh$;
 
 -- The advisory key that stands for a stream while a claim weighs it. Streams share 1 024 keys, because a lock for each of thousands of
 -- streams would fill the server's lock table.
@@ -78,17 +99,19 @@ return (case when pg_column_compression(p_payload) is null then pg_column_size(p
 
 -- Whether an instance should take a stream before others do: its own stream, else its share of those that nobody serves.
 create function @schema@.wh_prefers(p_stream_id uuid, p_instance_id uuid, p_rank int, p_members int, p_partition_count int) returns boolean
-language sql stable set search_path = pg_catalog, @schema@, pg_temp as $wh$
-    select coalesce(
-        (select assigned_instance_id = p_instance_id from @schema@.wh_active_streams
-         where stream_id = p_stream_id and assigned_instance_id is not null and lease_expiry > clock_timestamp()),
-        @schema@.compute_partition(p_stream_id, p_partition_count) % p_members = p_rank)
-$wh$;
+language plpgsql stable set search_path = pg_catalog, @schema@, pg_temp as $wh$
+begin
+    return coalesce(
+        (select a.assigned_instance_id = p_instance_id from @schema@.wh_active_streams a
+         where a.stream_id = p_stream_id and a.assigned_instance_id is not null and a.lease_expiry > clock_timestamp()),
+        @schema@.compute_partition(p_stream_id, p_partition_count) % p_members = p_rank);
+end $wh$;
 
 -- Remembers who serves a stream. A hint for doorbells and preference, so rows that are locked are left alone, and a stream of one's
 -- own is written again only when half its time is over.
 create function @schema@.wh_note_streams(p_streams uuid[], p_instance_id uuid, p_expiry timestamptz) returns void
-language sql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
+language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
+begin
     update @schema@.wh_active_streams
     set assigned_instance_id = p_instance_id, lease_expiry = p_expiry, last_activity_at = clock_timestamp()
     where stream_id = any (array(
@@ -99,8 +122,8 @@ language sql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
                   and (a.lease_expiry is null or a.lease_expiry < clock_timestamp() + (p_expiry - clock_timestamp()) / 2)
                or a.assigned_instance_id <> p_instance_id
                   and not exists (select from @schema@.wh_service_instances m where m.instance_id = a.assigned_instance_id))
-        order by a.stream_id for update of a skip locked))
-$wh$;
+        order by a.stream_id for update of a skip locked));
+end $wh$;
 
 do $wh_make$
 declare
@@ -159,24 +182,30 @@ end $wh$;
 -- Whether a claim could find anything: one indexed probe for each of unordered rows, streams, due schedules and expired leases.
 create function @schema@.wh_claimable_{x}(p_now timestamptz, p_since timestamptz, p_front bigint) returns boolean
 language plpgsql stable set search_path = pg_catalog, @schema@, pg_temp as $wh$
+declare
+    v_owner uuid := '00000000-0000-0000-0000-000000000000';
 begin
-    return exists (select from {t} where {done} is null and claimable_at is null and stream_id is null and seq > p_front)
-        or exists (select from {t} where {done} is null and claimable_at is null and stream_id is not null)
-        or exists (select from {t} where {done} is null and claimable_at is not null and instance_id is null
-                   and claimable_at > p_since and claimable_at <= p_now)
-        or exists (
-            with recursive owner as (
-                (select o.instance_id from {t} o where o.{done} is null and o.claimable_at is not null and o.instance_id is not null
-                 order by o.instance_id limit 1)
-                union all
-                select (select o.instance_id from {t} o where o.{done} is null and o.claimable_at is not null
-                        and o.instance_id > owner.instance_id order by o.instance_id limit 1)
-                from owner where owner.instance_id is not null
-            )
-            select from owner cross join lateral (
-                select from {t} d where d.{done} is null and d.claimable_at is not null
-                    and d.instance_id = owner.instance_id and d.claimable_at > p_since and d.claimable_at <= p_now
-                order by d.instance_id, d.claimable_at limit 1) due);
+    if exists (select from {t} where {done} is null and claimable_at is null and stream_id is null and seq > p_front) then
+        return true;
+    end if;
+    if exists (select from {t} where {done} is null and claimable_at is null and stream_id is not null) then
+        return true;
+    end if;
+    if exists (select from {t} where {done} is null and claimable_at is not null and instance_id is null
+               and claimable_at > p_since and claimable_at <= p_now) then
+        return true;
+    end if;
+    loop
+        select o.instance_id into v_owner from {t} o
+        where o.{done} is null and o.claimable_at is not null and o.instance_id > v_owner
+        order by o.instance_id limit 1;
+        exit when not found;
+        if exists (select from {t} d where d.{done} is null and d.claimable_at is not null
+                   and d.instance_id = v_owner and d.claimable_at > p_since and d.claimable_at <= p_now) then
+            return true;
+        end if;
+    end loop;
+    return false;
 end $wh$;
 
 -- Visits the next p_visits streams after (p_stream, p_lane) and up to (p_until, p_until_lane) that have a fresh row. Returns those that
@@ -238,13 +267,14 @@ begin
             where {eq(f,head)} and f.{done} is null and f.claimable_at is null
               and f.seq >= head.seq and f.seq < coalesce(head.parked, 9223372036854775807)
             order by {ord(f)}, f.seq
-            limit least(p_run, 2 * p_rows / cardinality(p_streams) + 1)) r
+            limit least(p_run, 2::bigint * p_rows / cardinality(p_streams) + 1)) r
         window w as (partition by head.n order by r.seq)
     ), locked as materialized (
         select run.n, run.id, run.seq, run.place, l.weight
         from run cross join lateral (
             select {bytes(t)} as weight from {t} t
-            where t.{key} = run.id and t.{done} is null and t.claimable_at is null for update skip locked) l
+            -- Not as `is null`: a plan made while few rows were fresh would walk that whole index for every key.
+            where t.{key} = run.id and num_nonnulls(t.{done}, t.claimable_at) = 0 for update skip locked) l
         where run.suspects = 0 or run.place = 1
     ), prefix as (
         select n, id, seq, weight, place = row_number() over (partition by n order by seq) as whole from locked
@@ -265,6 +295,8 @@ create function @schema@.wh_pick_streams_{x}(
 ) language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
 declare
     c_end    constant uuid := 'ffffffff-ffff-ffff-ffff-ffffffffffff';
+    -- The largest uuid is a stream too, and its lanes come after ''.
+    v_end_lane text := {last_lane};
     v_start  uuid := p_stream;
     v_start_lane text := p_lane;
     v_rounds int := 0;
@@ -277,7 +309,7 @@ begin
     streams := '{}';
     while v_seen < p_visits and cardinality(keys) < p_rows and p_bytes > 0 loop
         v_walk := @schema@.wh_walk_{x}(
-            p_stream, p_lane, case v_rounds when 0 then c_end else v_start end, case v_rounds when 0 then '' else v_start_lane end, v_chunk,
+            p_stream, p_lane, case v_rounds when 0 then c_end else v_start end, case v_rounds when 0 then v_end_lane else v_start_lane end, v_chunk,
             p_prefer, p_instance_id, p_rank, p_members, p_partition_count);
         p_stream := v_walk.p_stream;
         p_lane := v_walk.p_lane;
@@ -303,7 +335,7 @@ begin
             p_lane := '';
         end if;
         -- As many visits as the streams seen so far say are needed for the rest.
-        v_chunk := greatest(16, least(1000, (p_rows - cardinality(keys)) * v_seen / greatest(cardinality(keys), v_seen / 2, 1)));
+        v_chunk := greatest(16, least(1000, (p_rows - cardinality(keys))::bigint * v_seen / greatest(cardinality(keys), v_seen / 2, 1)));
     end loop;
 end $wh$;
 
@@ -324,16 +356,31 @@ begin
     p_bytes := p_bytes - v_size;
 end $wh$;
 
-create function @schema@.claim_orphaned_{x}(
-    p_instance_id uuid, p_lease_seconds int default 300, p_max_rows int default 1000, p_stream_run int default 100,
-    p_max_bytes bigint default 16777216, p_rank int default 0, p_members int default 1, p_partition_count int default 10000
+-- A place to start the rotation at in a session that has no mark: anywhere between the first and the last stream with fresh rows. Always
+-- starting with the first would starve the last ones where sessions come and go. The first 15 digits are enough of a stream.
+create function @schema@.wh_any_place_{x}() returns uuid
+language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
+declare
+    v_first uuid;
+    v_last  uuid;
+    v_low   bigint;
+    v_high  bigint;
+begin
+    select w.stream_id into v_first from {t} w
+    where w.{done} is null and w.claimable_at is null and w.stream_id is not null order by w.stream_id limit 1;
+    select w.stream_id into v_last from {t} w
+    where w.{done} is null and w.claimable_at is null and w.stream_id is not null order by w.stream_id desc limit 1;
+    v_low := ('x' || left(translate(v_first::text, '-', ''), 15))::bit(60)::bigint;
+    v_high := ('x' || left(translate(v_last::text, '-', ''), 15))::bit(60)::bigint;
+    return (lpad(to_hex(v_low + floor(random() * (v_high - v_low))::bigint), 15, '0') || repeat('0', 17))::uuid;
+end $wh$;
+
+-- Leases fresh rows of one category. Its callers fix the planner's choices: see claim_work.
+create function @schema@.wh_claim_{x}(
+    p_instance_id uuid, p_lease_seconds int, p_max_rows int, p_stream_run int, p_max_bytes bigint, p_rank int, p_members int,
+    p_partition_count int
 ) returns setof @schema@.claimed_work
-language plpgsql volatile
-set search_path = pg_catalog, @schema@, pg_temp
--- Every statement here is a walk along one index; without these the planner falls for the empty table it was planned on.
-set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off
-set plan_cache_mode = force_generic_plan
-as $wh$
+language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
 declare
     v_now    timestamptz := clock_timestamp();
     v_expiry timestamptz := v_now + make_interval(secs => p_lease_seconds);
@@ -342,7 +389,7 @@ declare
     v_front  bigint := coalesce((v_mark ->> 'seq')::bigint, 0);
     v_since  timestamptz := coalesce((v_mark ->> 'due')::timestamptz - interval '5 seconds', '-infinity');
     v_whole  boolean := coalesce(v_now >= (v_mark ->> 'whole')::timestamptz, true);
-    v_stream uuid := coalesce((v_mark ->> 'stream')::uuid, '00000000-0000-0000-0000-000000000000');
+    v_stream uuid := (v_mark ->> 'stream')::uuid;
     v_lane   text := coalesce(v_mark ->> 'lane', '');
     v_rows   int := p_max_rows;
     v_bytes  bigint := p_max_bytes;
@@ -350,16 +397,24 @@ declare
     v_limit  int;
     v_pick   record;
     v_member boolean;
+    v_found  boolean;
+    v_full   boolean := false;
+    v_probe  timestamptz;
+    v_cost   interval := '0';
 begin
     loop
         if v_whole then
             v_front := 0;
             v_since := '-infinity';
         end if;
-        if @schema@.wh_claimable_{x}(v_now, v_since, v_front) then
+        v_probe := clock_timestamp();
+        v_found := @schema@.wh_claimable_{x}(v_now, v_since, v_front);
+        v_cost := case when v_whole then clock_timestamp() - v_probe end;
+        if v_found then
             v_member := coalesce(v_member, @schema@.wh_hold_member(p_instance_id));
             exit when not v_member;
-            perform @schema@.wh_promote_{x}(v_now, v_since, 1000);
+            v_full := @schema@.wh_promote_{x}(v_now, v_since, 1000) >= 1000;
+            v_stream := coalesce(v_stream, @schema@.wh_any_place_{x}(), '00000000-0000-0000-0000-000000000000');
             -- Half of the rows for unordered work, then streams (those to be preferred, then whoever is next), then what is left over.
             foreach v_part in array array['half', 'preferred', 'streams', 'rest'] loop
                 v_limit := case v_part when 'half' then (v_rows + 1) / 2 when 'preferred' then v_rows / 2 else v_rows end;
@@ -368,7 +423,7 @@ begin
                     v_pick := @schema@.wh_pick_unordered_{x}(v_front, v_bytes, v_limit);
                     v_front := v_pick.p_front;
                 else
-                    v_pick := @schema@.wh_pick_streams_{x}(v_stream, v_lane, v_bytes, v_limit, p_stream_run, greatest(256, 2 * v_limit),
+                    v_pick := @schema@.wh_pick_streams_{x}(v_stream, v_lane, v_bytes, v_limit, p_stream_run, least(greatest(256, 2::bigint * v_limit), 100000)::int,
                         v_part = 'preferred', p_instance_id, p_rank, p_members, p_partition_count);
                     if v_part = 'streams' then
                         v_stream := v_pick.p_stream;
@@ -393,10 +448,27 @@ begin
         perform set_config('workpump.cut', 'on', true);
     end if;
     perform set_config('{mark}', jsonb_build_object(
-        'seq', v_front, 'due', v_now, 'stream', v_stream, 'lane', v_lane,
-        -- A pass from the front costs one part in a thousand of the time at most, and comes once a second at most.
-        'whole', case when v_whole then clock_timestamp() + greatest(interval '1 second', 1000 * (clock_timestamp() - v_now))
+        'seq', v_front, 'stream', v_stream, 'lane', v_lane,
+        -- More has come due than was promoted: the next claim goes on there.
+        'due', case when not v_full then v_now when v_since > '-infinity' then (v_mark ->> 'due')::timestamptz end,
+        -- The way to the front, past what is dead but not yet removed, takes one part in a hundred of the time at most. It comes once a
+        -- second at most and, where it is short, at least: retried and handed back rows lie behind the mark.
+        'whole', case when v_whole then clock_timestamp() + greatest(interval '1 second', 100 * v_cost)
                       else (v_mark ->> 'whole')::timestamptz end)::text, false);
+end $wh$;
+
+-- The part of claim_work for one category, by itself.
+create function @schema@.claim_orphaned_{x}(
+    p_instance_id uuid, p_lease_seconds int default 300, p_max_rows int default 1000, p_stream_run int default 100,
+    p_max_bytes bigint default 16777216, p_rank int default 0, p_members int default 1, p_partition_count int default 10000
+) returns setof @schema@.claimed_work
+language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off
+set plan_cache_mode = force_generic_plan as $wh$
+begin
+    perform @schema@.wh_check_claim(p_max_rows, p_lease_seconds, p_partition_count, p_stream_run, p_max_bytes);
+    return query select * from @schema@.wh_claim_{x}(
+        p_instance_id, p_lease_seconds, p_max_rows, p_stream_run, p_max_bytes, p_rank, p_members, p_partition_count);
 end $wh$;
 $wh_template$;
     v_kind record;
@@ -425,6 +497,7 @@ begin
             v_sql := regexp_replace(v_sql, '\{beyond\((\w+),([\w.]+),([\w.]+)\)\}', '\1.stream_id > \2', 'g');
             v_sql := regexp_replace(v_sql, '\{upto\((\w+),([\w.]+),([\w.]+)\)\}', '\1.stream_id <= \2', 'g');
             v_sql := regexp_replace(v_sql, '\{bytes\((\w+)\)\}', '{schema}.wh_body_size(\1.payload, \1.metadata)', 'g');
+            v_sql := replace(v_sql, '{last_lane}', quote_literal(''));
         else
             v_sql := regexp_replace(v_sql, '\{lane\((\w+)\)\}', '\1.{lane}', 'g');
             v_sql := regexp_replace(v_sql, '\{ord\((\w+)\)\}', '\1.stream_id, \1.{lane}', 'g');
@@ -433,6 +506,9 @@ begin
             v_sql := regexp_replace(v_sql, '\{beyond\((\w+),([\w.]+),([\w.]+)\)\}', '(\1.stream_id, \1.{lane}) > (\2, \3)', 'g');
             v_sql := regexp_replace(v_sql, '\{upto\((\w+),([\w.]+),([\w.]+)\)\}', '(\1.stream_id, \1.{lane}) <= (\2, \3)', 'g');
             v_sql := regexp_replace(v_sql, '\{bytes\((\w+)\)\}', '100', 'g');
+            v_sql := replace(v_sql, '{last_lane}', $last$coalesce((
+        select w.{lane} from {t} w where w.{done} is null and w.claimable_at is null and w.stream_id = c_end
+        order by w.stream_id desc, w.{lane} desc, w.seq desc limit 1), '')$last$);
             v_sql := replace(v_sql, '{lane}', v_kind.column6);
         end if;
         v_sql := replace(v_sql, '{columns}', format(
@@ -456,10 +532,18 @@ create function @schema@.claim_work(
     p_instance_id uuid, p_max_rows int default 1000, p_lease_seconds int default 300, p_partition_count int default 10000,
     p_categories text[] default null, p_stream_run int default 100, p_max_bytes bigint default 16777216
 ) returns setof @schema@.claimed_work
-language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
+language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp
+-- Every statement of a claim is a walk along one index. With these a plan made for an empty table stays right when it is full, and
+-- nothing is planned twice in a session.
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off
+set plan_cache_mode = force_generic_plan as $wh$
 declare
     c_known  constant text[] := array['outbox', 'inbox', 'perspective_event', 'receptor'];
     v_wanted text[] := coalesce(p_categories, c_known);
+    -- Claims never wait for a lock, so they need no order of tables: each starts with another category, else a cap below their number
+    -- would starve the last ones.
+    v_first  int := floor(random() * 4)::int;
+    v_order  text[] := c_known[v_first + 1:] || c_known[:v_first];
     v_hungry text[] := '{}';
     v_unknown text;
     v_rank   record;
@@ -470,20 +554,11 @@ declare
     v_place  int := 0;
     v_bytes  bigint;
 begin
-    if p_max_rows is null or p_max_rows < 1 or p_lease_seconds is null or p_lease_seconds < 1 or p_partition_count is null
-       or p_partition_count < 1 or p_stream_run is null or p_stream_run < 1 or p_max_bytes is null or p_max_bytes < 1 then
-        raise exception 'claim_work: every limit must be at least 1, got max_rows %, lease_seconds %, partition_count %, stream_run %, max_bytes %',
-            p_max_rows, p_lease_seconds, p_partition_count, p_stream_run, p_max_bytes using errcode = '22023',
-            hint = 'Leave a limit out to get its default.';
-    end if;
+    perform @schema@.wh_check_claim(p_max_rows, p_lease_seconds, p_partition_count, p_stream_run, p_max_bytes);
     select w into v_unknown from unnest(v_wanted) w where w is null or w <> all (c_known) limit 1;
     if found then
         raise exception 'unknown category %', coalesce(quote_literal(v_unknown), 'null') using errcode = 'WH002',
             hint = 'Known categories: outbox, inbox, perspective_event, receptor.';
-    end if;
-    if current_setting('transaction_isolation') <> 'read committed' then
-        raise exception 'claim_work needs read committed, not %', current_setting('transaction_isolation') using errcode = '25001',
-            hint = 'Its proofs need a new snapshot for every statement.';
     end if;
     if exists (select from @schema@.wh_instance_evictions where instance_id = p_instance_id) then
         raise exception 'instance % was evicted', p_instance_id using errcode = 'WH001',
@@ -494,23 +569,22 @@ begin
     perform set_config('workpump.cut', '', true);
 
     for v_round in 1..2 loop
-        -- The fixed order of categories is the lock order of everything that touches several tables.
-        foreach v_category in array case v_round when 1 then c_known else v_hungry end loop
+        foreach v_category in array case v_round when 1 then v_order else v_hungry end loop
             continue when v_round = 1 and v_category <> all (v_wanted);
             v_place := v_place + 1;
             v_share := case v_round when 1 then (v_left - 1) / greatest(cardinality(v_wanted) - v_place + 1, 1) + 1 else v_left end;
             exit when v_share < 1 or v_left < 1;
             if v_category = 'outbox' then
-                return query select * from @schema@.claim_orphaned_outbox(p_instance_id, p_lease_seconds, v_share, p_stream_run,
+                return query select * from @schema@.wh_claim_outbox(p_instance_id, p_lease_seconds, v_share, p_stream_run,
                     v_bytes, v_rank.member_rank, v_rank.members, p_partition_count);
             elsif v_category = 'inbox' then
-                return query select * from @schema@.claim_orphaned_inbox(p_instance_id, p_lease_seconds, v_share, p_stream_run,
+                return query select * from @schema@.wh_claim_inbox(p_instance_id, p_lease_seconds, v_share, p_stream_run,
                     v_bytes, v_rank.member_rank, v_rank.members, p_partition_count);
             elsif v_category = 'perspective_event' then
-                return query select * from @schema@.claim_orphaned_perspective_events(p_instance_id, p_lease_seconds, v_share, p_stream_run,
+                return query select * from @schema@.wh_claim_perspective_events(p_instance_id, p_lease_seconds, v_share, p_stream_run,
                     v_bytes, v_rank.member_rank, v_rank.members, p_partition_count);
             else
-                return query select * from @schema@.claim_orphaned_receptor_work(p_instance_id, p_lease_seconds, v_share, p_stream_run,
+                return query select * from @schema@.wh_claim_receptor_work(p_instance_id, p_lease_seconds, v_share, p_stream_run,
                     v_bytes, v_rank.member_rank, v_rank.members, p_partition_count);
             end if;
             get diagnostics v_count = row_count;

@@ -23,6 +23,24 @@ declare
     v_done  uuid[] := '{}';
     v_part  uuid[];
 begin
+    if p_verdicts is not null then
+        -- Each verdict is a statement of its own, so all rows are locked first, in key order: two calls that name the same rows under
+        -- different verdicts would deadlock. The rows that a retry hands back belong to them.
+        perform from (
+            select i.id from unnest(p_ids) as i (id)
+            union
+            select b.{key}
+            from unnest(p_ids, p_epochs, p_verdicts) as i (id, epoch, verdict)
+            cross join lateral (select t.stream_id, {lane(t)} as lane, t.seq from {t} t
+                                where t.{key} = i.id and t.instance_id = p_instance_id and t.claim_epoch = i.epoch and t.{done} is null) f
+            cross join lateral (select l.{key} from {t} l
+                                where {eq(l,f)} and l.{done} is null and l.instance_id is not null and l.instance_id = p_instance_id
+                                  and l.seq > f.seq) b
+            where i.verdict = 'retry'
+            order by 1 offset 0) w
+        cross join lateral (select from {t} t where t.{key} = w.id and t.instance_id = p_instance_id and t.{done} is null for update) l;
+    end if;
+
     if p_keep_completed then
         with item as (
             select i.id, i.epoch from unnest(p_ids, p_epochs, p_verdicts) as i (id, epoch, verdict)
@@ -175,10 +193,12 @@ begin
         raise exception 'unknown verdict %', coalesce(quote_literal(v_bad), 'null') using errcode = '22023',
             hint = 'Known verdicts: complete, retry, release, dead_letter.';
     end if;
-    if cardinality(p_categories) <> cardinality(p_ids) or cardinality(p_epochs) <> cardinality(p_ids)
-       or cardinality(p_verdicts) <> cardinality(p_ids) then
-        raise exception 'settle_work: % categories, % ids, % epochs, % verdicts', cardinality(p_categories), cardinality(p_ids),
-            cardinality(p_epochs), cardinality(p_verdicts) using errcode = '22023', hint = 'All arrays must have the same length.';
+    if p_ids is null or cardinality(p_categories) is distinct from cardinality(p_ids) or cardinality(p_epochs) is distinct from cardinality(p_ids)
+       or cardinality(p_verdicts) <> cardinality(p_ids) or cardinality(p_after_milliseconds) <> cardinality(p_ids)
+       or cardinality(p_reasons) <> cardinality(p_ids) or cardinality(p_errors) <> cardinality(p_ids) then
+        raise exception 'settle_work: % categories, % ids, % epochs, % verdicts, % pauses, % reasons, % errors', cardinality(p_categories),
+            cardinality(p_ids), cardinality(p_epochs), cardinality(p_verdicts), cardinality(p_after_milliseconds), cardinality(p_reasons),
+            cardinality(p_errors) using errcode = '22023', hint = 'All arrays must have the same length.';
     end if;
     if exists (select from @schema@.wh_instance_evictions e where e.instance_id = p_instance_id) then
         raise exception 'instance % was evicted', p_instance_id using errcode = 'WH001',
@@ -219,28 +239,28 @@ end $wh$;
 -- The same for one verdict, for operators. Each returns the ids that no longer belong to the claim.
 create function @schema@.complete_work(p_category text, p_instance_id uuid, p_ids uuid[], p_epochs bigint[]) returns setof uuid
 language sql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
-    select work_id from @schema@.settle_work(p_instance_id, array_fill(p_category, array[cardinality(p_ids)]), p_ids, p_epochs)
+    select work_id from @schema@.settle_work(p_instance_id, array_fill(p_category, array[coalesce(cardinality(p_ids), 0)]), p_ids, p_epochs)
 $wh$;
 create function @schema@.fail_work(
     p_category text, p_instance_id uuid, p_ids uuid[], p_epochs bigint[], p_error text, p_reason int default 99, p_after interval default null
 ) returns setof uuid
 language sql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
     select work_id from @schema@.settle_work(
-        p_instance_id, array_fill(p_category, array[cardinality(p_ids)]), p_ids, p_epochs, array_fill('retry'::text, array[cardinality(p_ids)]),
-        array_fill((extract(epoch from p_after) * 1000)::bigint, array[cardinality(p_ids)]),
-        array_fill(p_reason, array[cardinality(p_ids)]), array_fill(p_error, array[cardinality(p_ids)]))
+        p_instance_id, array_fill(p_category, array[coalesce(cardinality(p_ids), 0)]), p_ids, p_epochs, array_fill('retry'::text, array[coalesce(cardinality(p_ids), 0)]),
+        array_fill((extract(epoch from p_after) * 1000)::bigint, array[coalesce(cardinality(p_ids), 0)]),
+        array_fill(p_reason, array[coalesce(cardinality(p_ids), 0)]), array_fill(p_error, array[coalesce(cardinality(p_ids), 0)]))
 $wh$;
 create function @schema@.release_work(p_category text, p_instance_id uuid, p_ids uuid[], p_epochs bigint[]) returns setof uuid
 language sql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
-    select work_id from @schema@.settle_work(p_instance_id, array_fill(p_category, array[cardinality(p_ids)]), p_ids, p_epochs,
-                                             array_fill('release'::text, array[cardinality(p_ids)]))
+    select work_id from @schema@.settle_work(p_instance_id, array_fill(p_category, array[coalesce(cardinality(p_ids), 0)]), p_ids, p_epochs,
+                                             array_fill('release'::text, array[coalesce(cardinality(p_ids), 0)]))
 $wh$;
 create function @schema@.dead_letter_work(
     p_category text, p_instance_id uuid, p_ids uuid[], p_epochs bigint[], p_error text, p_reason int default 99
 ) returns setof uuid
 language sql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
     select work_id from @schema@.settle_work(
-        p_instance_id, array_fill(p_category, array[cardinality(p_ids)]), p_ids, p_epochs,
-        array_fill('dead_letter'::text, array[cardinality(p_ids)]), null,
-        array_fill(p_reason, array[cardinality(p_ids)]), array_fill(p_error, array[cardinality(p_ids)]))
+        p_instance_id, array_fill(p_category, array[coalesce(cardinality(p_ids), 0)]), p_ids, p_epochs,
+        array_fill('dead_letter'::text, array[coalesce(cardinality(p_ids), 0)]), null,
+        array_fill(p_reason, array[coalesce(cardinality(p_ids), 0)]), array_fill(p_error, array[coalesce(cardinality(p_ids), 0)]))
 $wh$;

@@ -5,7 +5,8 @@ declare
     c_template constant text := $wh_template$
 
 -- Extends leases that are still held by this claim and have not run out. All rows of a call get one expiry, so a run stays whole. A row
--- that somebody else has locked comes back with a null expiry: not lost, ask again. A row that does not come back is lost.
+-- that somebody else has locked comes back with a null expiry, and so do the rows of its run behind it, which must not outlive it: not
+-- lost, ask again. A row that does not come back is lost.
 create function @schema@.wh_renew_{x}(p_instance_id uuid, p_ids uuid[], p_epochs bigint[], p_lease_seconds int)
 returns table (work_id uuid, lease_expiry timestamptz)
 language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp
@@ -24,6 +25,18 @@ begin
         where t.{key} = i.id and t.instance_id = p_instance_id and t.claim_epoch = i.epoch and t.{done} is null
           and t.lease_expiry > v_now
         for update skip locked) l;
+    with mine as (
+        select t.{key} as id, t.stream_id, {lane(t)} as lane, t.seq
+        from unnest(v_free) f cross join lateral (select * from {t} t where t.{key} = f) t
+    ), gap as materialized (
+        -- The first row of each run that is leased and not renewed here.
+        select r.stream_id, r.lane,
+               (select e.seq from {t} e where {run(e,r)} and e.{done} is null and e.instance_id is not null and e.{key} <> all (v_free)
+                order by {ord(e)}, e.seq limit 1) as seq
+        from (select distinct stream_id, lane from mine where stream_id is not null) r
+    )
+    select array_agg(m.id) into v_free from mine m
+    where not exists (select from gap g where g.stream_id = m.stream_id and g.lane = m.lane and g.seq < m.seq);
     update {t} t set lease_expiry = v_expiry where t.{key} = any (v_free);
     return query select f, v_expiry from unnest(v_free) f
         union all
@@ -70,11 +83,14 @@ $wh_template$;
     v_kind record;
     v_sql  text;
 begin
-    for v_kind in values ('outbox', 'wh_outbox', 'message_id', 'processed_at'), ('inbox', 'wh_inbox', 'message_id', 'processed_at'),
-                         ('perspective_events', 'wh_perspective_events', 'event_work_id', 'processed_at'),
-                         ('receptor_work', 'wh_receptor_processing', 'id', 'completed_at')
+    for v_kind in values ('outbox', 'wh_outbox', 'message_id', 'processed_at', null), ('inbox', 'wh_inbox', 'message_id', 'processed_at', null),
+                         ('perspective_events', 'wh_perspective_events', 'event_work_id', 'processed_at', 'perspective_name'),
+                         ('receptor_work', 'wh_receptor_processing', 'id', 'completed_at', 'receptor_name')
     loop
-        v_sql := replace(c_template, '{x}', v_kind.column1);
+        v_sql := replace(c_template, '{lane(t)}', coalesce('t.' || v_kind.column5, '''''::text'));
+        v_sql := replace(v_sql, '{run(e,r)}', 'e.stream_id = r.stream_id' || coalesce(' and e.' || v_kind.column5 || ' = r.lane', ''));
+        v_sql := replace(v_sql, '{ord(e)}', 'e.stream_id' || coalesce(', e.' || v_kind.column5, ''));
+        v_sql := replace(v_sql, '{x}', v_kind.column1);
         v_sql := replace(v_sql, '{t}', '{schema}.' || v_kind.column2);
         v_sql := replace(v_sql, '{key}', v_kind.column3);
         v_sql := replace(v_sql, '{done}', v_kind.column4);
@@ -92,6 +108,10 @@ begin
     if p_lease_seconds is null or p_lease_seconds < 1 then
         raise exception 'renew_claims: lease_seconds must be at least 1, got %', p_lease_seconds using errcode = '22023',
             hint = 'Leave it out to get 300.';
+    end if;
+    if cardinality(p_epochs) is distinct from cardinality(p_ids) then
+        raise exception 'renew_claims: % ids, % epochs', cardinality(p_ids), cardinality(p_epochs) using errcode = '22023',
+            hint = 'Both arrays must have the same length.';
     end if;
     if exists (select from @schema@.wh_instance_evictions e where e.instance_id = p_instance_id) then
         raise exception 'instance % was evicted', p_instance_id using errcode = 'WH001',
@@ -119,15 +139,25 @@ declare
     v_expiry timestamptz := clock_timestamp() + make_interval(secs => p_lease_seconds);
     v_count  int;
 begin
+    if p_lease_seconds is null or p_lease_seconds < 1 then
+        raise exception 'renew_leases: lease_seconds must be at least 1, got %', p_lease_seconds using errcode = '22023',
+            hint = 'Leave it out to get 300.';
+    end if;
     if p_category = 'outbox' then
         update @schema@.wh_outbox set lease_expiry = v_expiry
-        where message_id = any (p_ids) and processed_at is null and lease_expiry > clock_timestamp();
+        where message_id = any (array(
+            select message_id from @schema@.wh_outbox
+            where message_id = any (p_ids) and processed_at is null and lease_expiry > clock_timestamp() order by message_id for update));
     elsif p_category = 'inbox' then
         update @schema@.wh_inbox set lease_expiry = v_expiry
-        where message_id = any (p_ids) and processed_at is null and lease_expiry > clock_timestamp();
+        where message_id = any (array(
+            select message_id from @schema@.wh_inbox
+            where message_id = any (p_ids) and processed_at is null and lease_expiry > clock_timestamp() order by message_id for update));
     elsif p_category = 'perspective_event' then
         update @schema@.wh_perspective_events set lease_expiry = v_expiry
-        where event_work_id = any (p_ids) and processed_at is null and lease_expiry > clock_timestamp();
+        where event_work_id = any (array(
+            select event_work_id from @schema@.wh_perspective_events
+            where event_work_id = any (p_ids) and processed_at is null and lease_expiry > clock_timestamp() order by event_work_id for update));
     else
         raise exception 'unknown category %', coalesce(quote_literal(p_category), 'null') using errcode = 'WH002',
             hint = 'Leases can be renewed for outbox, inbox and perspective_event.';

@@ -71,7 +71,10 @@ pub fn from_file(path: impl AsRef<Path>) -> Result<Options, ConfigError> {
 }
 
 /// Defaults, then the file, then the variables; checked as a whole.
-pub(crate) fn load(file: Option<&Path>, variables: impl Iterator<Item = (String, String)>) -> Result<Options, ConfigError> {
+pub(crate) fn load(
+    file: Option<&Path>,
+    variables: impl Iterator<Item = (String, String)>,
+) -> Result<Options, ConfigError> {
     let mut layers = Layers::defaults();
     if let Some(path) = file {
         layers.add_file(path)?;
@@ -101,9 +104,10 @@ impl Layers {
     }
 
     fn add_file(&mut self, path: &Path) -> Result<(), ConfigError> {
-        let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Unreadable { path: path.to_owned(), source })?;
-        let parsed: toml::Table =
-            toml::from_str(&text).map_err(|error| ConfigError::NotToml { path: path.to_owned(), cause: error.to_string() })?;
+        let text = std::fs::read_to_string(path)
+            .map_err(|source| ConfigError::Unreadable { path: path.to_owned(), source })?;
+        let parsed: toml::Table = toml::from_str(&text)
+            .map_err(|error| ConfigError::NotToml { path: path.to_owned(), cause: error.to_string() })?;
         let overlay = serde_json::to_value(parsed)
             .map_err(|error| ConfigError::NotToml { path: path.to_owned(), cause: error.to_string() })?;
         let mut given = Vec::new();
@@ -112,7 +116,7 @@ impl Layers {
             if !self.names.contains(&path) {
                 return Err(self.unknown(&path.join("."), "."));
             }
-            self.set(&path, &path.join("."), value)?;
+            self.set(&path, &path.join("."), &value)?;
         }
         Ok(())
     }
@@ -126,11 +130,11 @@ impl Layers {
         let Some(path) = self.names.iter().find(|path| path.join("_") == wanted).cloned() else {
             return Err(self.unknown(variable, "_"));
         };
-        self.set(&path, variable, literal(text))
+        self.set(&path, variable, &literal(text))
     }
 
     /// Sets one option. The whole is read again at once, so that a wrong value is reported under the name it was given by.
-    fn set(&mut self, path: &[String], name: &str, value: Value) -> Result<(), ConfigError> {
+    fn set(&mut self, path: &[String], name: &str, value: &Value) -> Result<(), ConfigError> {
         let mut tree = self.tree.clone();
         let mut slot = &mut tree;
         for key in path {
@@ -148,10 +152,17 @@ impl Layers {
 
     fn unknown(&self, name: &str, separator: &str) -> ConfigError {
         let spelt = |path: &Vec<String>| {
-            if separator == "_" { format!("{PREFIX}{}", path.join("_").to_ascii_uppercase()) } else { path.join(separator) }
+            if separator == "_" {
+                format!("{PREFIX}{}", path.join("_").to_ascii_uppercase())
+            } else {
+                path.join(separator)
+            }
         };
         let near = self.names.iter().map(spelt).map(|known| (strsim::jaro_winkler(name, &known), known));
-        let suggestion = near.filter(|(likeness, _)| *likeness > 0.8).max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, known)| known);
+        let suggestion = near
+            .filter(|(likeness, _)| *likeness > 0.8)
+            .max_by(|a, b| a.0.total_cmp(&b.0))
+            .map(|(_, known)| known);
         ConfigError::Unknown { name: name.to_owned(), suggestion }
     }
 }
@@ -215,13 +226,19 @@ mod tests {
     #[test]
     fn a_misspelt_variable_is_refused_with_the_right_spelling() {
         let error = with(&[("WORKPUMP_CLAIM_LEASE_SECOND", "60")]).expect_err("unknown");
-        assert_eq!(error.to_string(), "unknown option WORKPUMP_CLAIM_LEASE_SECOND: did you mean WORKPUMP_CLAIM_LEASE_SECONDS?");
+        assert_eq!(
+            error.to_string(),
+            "unknown option WORKPUMP_CLAIM_LEASE_SECOND: did you mean WORKPUMP_CLAIM_LEASE_SECONDS?"
+        );
     }
 
     #[test]
     fn a_wrong_value_is_named_with_its_option() {
         let error = with(&[("WORKPUMP_CLAIM_LEASE_SECONDS", "soon")]).expect_err("no number").to_string();
-        assert!(error.starts_with("option WORKPUMP_CLAIM_LEASE_SECONDS = \"soon\" cannot be used"), "{error}");
+        assert!(
+            error.starts_with("option WORKPUMP_CLAIM_LEASE_SECONDS = \"soon\" cannot be used"),
+            "{error}"
+        );
         let error = with(&[("WORKPUMP_CLAIM_LEASE_SECONDS", "20")]).expect_err("below the grace").to_string();
         assert!(error.contains("lease_renewal.lease_grace_seconds = 30 cannot work"), "{error}");
     }
@@ -231,7 +248,8 @@ mod tests {
         let directory = std::env::temp_dir().join(format!("workpump-config-{}", std::process::id()));
         std::fs::create_dir_all(&directory).expect("temp dir");
         let path = directory.join("pump.toml");
-        std::fs::write(&path, "[claim]\nlease_seconds = 90\n[settle]\nkeep_completed = true\n").expect("write");
+        std::fs::write(&path, "[claim]\nlease_seconds = 90\n[settle]\nkeep_completed = true\n")
+            .expect("write");
         let options = load(Some(&path), std::iter::empty()).expect("valid");
         assert_eq!((options.claim.lease_seconds, options.settle.keep_completed), (90, true));
         std::fs::write(&path, "[claim]\nlease_secs = 90\n").expect("write");

@@ -80,7 +80,9 @@ pub enum InvalidMessage {
         cause: JsonError,
     },
     /// The body is larger than the producer allows.
-    #[error("payload and metadata take {bytes} bytes, {limit} are allowed: store large bodies elsewhere and send a reference")]
+    #[error(
+        "payload and metadata take {bytes} bytes, {limit} are allowed: store large bodies elsewhere and send a reference"
+    )]
     TooLarge {
         /// What it takes.
         bytes: usize,
@@ -273,14 +275,22 @@ impl Producer {
     }
 
     /// Stores messages to be published. One trip, all or nothing, in the order given.
-    pub async fn outbox<C: GenericClient + Sync>(&self, client: &C, messages: &[NewOutbox]) -> Result<Enqueued, EnqueueError> {
+    pub async fn outbox<C: GenericClient + Sync>(
+        &self,
+        client: &C,
+        messages: &[NewOutbox],
+    ) -> Result<Enqueued, EnqueueError> {
         let drafts: Vec<&Draft> = messages.iter().map(|message| &message.0).collect();
         self.store(client, &self.outbox, "destination", &drafts).await
     }
 
     /// Stores messages to be handled. One trip, all or nothing, in the order given; messages seen before are left alone, also when
     /// they were handled long ago.
-    pub async fn inbox<C: GenericClient + Sync>(&self, client: &C, messages: &[NewInbox]) -> Result<Enqueued, EnqueueError> {
+    pub async fn inbox<C: GenericClient + Sync>(
+        &self,
+        client: &C,
+        messages: &[NewInbox],
+    ) -> Result<Enqueued, EnqueueError> {
         let drafts: Vec<&Draft> = messages.iter().map(|message| &message.0).collect();
         self.store(client, &self.inbox, "handler", &drafts).await
     }
@@ -316,12 +326,18 @@ impl Producer {
             )
             .await
             .map_err(refused)?;
-        let fresh = rows.iter().map(|row| row.try_get(0)).collect::<Result<HashSet<Uuid>, _>>().map_err(refused)?;
-        let stored = columns.ids.iter().map(|&message_id| Stored { message_id, is_new: fresh.contains(&message_id) });
+        let fresh =
+            rows.iter().map(|row| row.try_get(0)).collect::<Result<HashSet<Uuid>, _>>().map_err(refused)?;
+        let stored =
+            columns.ids.iter().map(|&message_id| Stored { message_id, is_new: fresh.contains(&message_id) });
         Ok(Enqueued { stored: stored.collect() })
     }
 
-    fn columns<'a>(&self, name_field: &'static str, drafts: &[&'a Draft]) -> Result<Columns<'a>, EnqueueError> {
+    fn columns<'a>(
+        &self,
+        name_field: &'static str,
+        drafts: &[&'a Draft],
+    ) -> Result<Columns<'a>, EnqueueError> {
         let mut columns = Columns::default();
         let mut seen = HashSet::with_capacity(drafts.len());
         for (index, draft) in drafts.iter().enumerate() {
@@ -336,7 +352,9 @@ impl Producer {
             columns.types.push(&draft.message_type);
             columns.names.push(draft.name.as_deref());
             columns.payloads.push(Json(payload));
-            columns.metadata.push(draft.metadata.as_ref().and_then(|metadata| metadata.as_deref().ok()).map(Json));
+            columns
+                .metadata
+                .push(draft.metadata.as_ref().and_then(|metadata| metadata.as_deref().ok()).map(Json));
             columns.due.push(draft.due);
         }
         Ok(columns)

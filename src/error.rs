@@ -27,7 +27,9 @@ pub enum Error {
     #[error("the database refused: {0}")]
     Database(String),
     /// The schema has no tables of this pump yet, or not all of them.
-    #[error("schema {schema:?} is not migrated: run `workpump migrate`, or build the pump with `.migrate(true)`")]
+    #[error(
+        "schema {schema:?} is not migrated: run `workpump migrate`, or build the pump with `.migrate(true)`"
+    )]
     NotMigrated {
         /// The schema.
         schema: String,
@@ -62,10 +64,6 @@ pub enum Error {
 }
 
 impl Error {
-    pub(crate) fn connect(error: &tokio_postgres::Error) -> Self {
-        Self::Connect(describe(error))
-    }
-
     pub(crate) fn database(error: &tokio_postgres::Error) -> Self {
         Self::Database(describe(error))
     }

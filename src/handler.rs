@@ -86,7 +86,8 @@ pub trait Publisher: Send + Sync + 'static {
             let mut answers = Vec::with_capacity(batch.len());
             for message in batch {
                 if message.stream_id.is_some_and(|stream| stopped.contains(&stream)) {
-                    answers.push(Err(Failure::retry("not published: an earlier message of the stream failed")));
+                    answers
+                        .push(Err(Failure::retry("not published: an earlier message of the stream failed")));
                     continue;
                 }
                 let answer = self.publish_one(message).await;
@@ -224,13 +225,17 @@ impl Runner for Handlers {
         }
         let mut known: Vec<&str> = self.0.keys().map(String::as_str).collect();
         known.sort_unstable();
-        let error = format!("no handler for message type {message_type:?}; this instance handles {}", known.join(", "));
+        let error = format!(
+            "no handler for message type {message_type:?}; this instance handles {}",
+            known.join(", ")
+        );
         std::future::ready(Err(undecodable(error))).boxed()
     }
 }
 
 fn decode<T: DeserializeOwned>(json: &Bytes) -> Result<T, Failure> {
-    serde_json::from_slice(json).map_err(|error| undecodable(format!("the body does not fit its type: {error}")))
+    serde_json::from_slice(json)
+        .map_err(|error| undecodable(format!("the body does not fit its type: {error}")))
 }
 
 fn undecodable(error: String) -> Failure {

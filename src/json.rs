@@ -90,8 +90,12 @@ fn escape(bytes: &[u8], at: usize) -> Option<u32> {
 }
 
 fn check_exponent(bytes: &[u8], at: usize) -> Result<(), JsonError> {
-    let digits = bytes[at + 1..].iter().skip_while(|byte| matches!(byte, b'+' | b'-')).take_while(|byte| byte.is_ascii_digit());
-    let exponent = digits.fold(0_u64, |value, digit| value.saturating_mul(10).saturating_add(u64::from(digit - b'0')));
+    let digits = bytes[at + 1..]
+        .iter()
+        .skip_while(|byte| matches!(byte, b'+' | b'-'))
+        .take_while(|byte| byte.is_ascii_digit());
+    let exponent =
+        digits.fold(0_u64, |value, digit| value.saturating_mul(10).saturating_add(u64::from(digit - b'0')));
     if exponent > MAX_EXPONENT { Err(JsonError::NumberTooLarge { at }) } else { Ok(()) }
 }
 

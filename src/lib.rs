@@ -1,4 +1,5 @@
-//! A reliable work pump for actix services on PostgreSQL.
+//! The face of the pump. What follows is the README; the map of the house is in `ARCHITECTURE.md`.
+#![doc = include_str!("../README.md")]
 
 #[cfg(feature = "embedded")]
 pub mod embedded;
@@ -14,12 +15,14 @@ mod pump;
 mod runtime;
 mod status;
 
-pub use connect::connect;
-pub use enqueue::{Enqueued, EnqueueError, InvalidMessage, NewInbox, NewOutbox, Producer, Stored};
+pub use connect::{check_schema, connect, drop_schema};
+pub use enqueue::{EnqueueError, Enqueued, InvalidMessage, NewInbox, NewOutbox, Producer, Stored};
 pub use error::Error;
-pub use handler::{Context, Handler, Outcome, OutboxMessage, Publisher};
+pub use handler::{Context, Handler, OutboxMessage, Outcome, Publisher};
 pub use json::JsonError;
-pub use pg::migrate::{LIBRARY_VERSION, MigrateError, Migrated, SchemaState, migrate, migrate_on, schema_state};
+pub use pg::migrate::{
+    LIBRARY_VERSION, MigrateError, Migrated, SchemaState, migrate, migrate_on, schema_state,
+};
 pub use pg::schema_name::BadSchemaName;
 pub use pump::{Builder, WorkPump};
 pub use status::{CategoryStatus, InstanceStatus, Status, status};

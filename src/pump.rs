@@ -15,12 +15,12 @@ use workpump_actors::runner::Runner;
 use workpump_actors::tree::{DrainReport, Engine, EngineParts};
 use workpump_actors::work::Category;
 
-use crate::connect::parse;
+use crate::connect::{check_schema, parse};
 use crate::enqueue::Producer;
 use crate::error::Error;
 use crate::handler::{Handler, Handlers, Publisher, PublisherRunner};
 use crate::pg::instance_store::PgInstanceStore;
-use crate::pg::migrate::{SchemaState, migrate_on, schema_state};
+use crate::pg::migrate::migrate_on;
 use crate::pg::schema_name::SchemaName;
 use crate::pg::session::Session;
 use crate::pg::work_store::PgWorkStore;
@@ -46,7 +46,10 @@ pub struct Builder {
 impl std::fmt::Debug for Builder {
     /// Without the URLs: they may hold passwords.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Builder").field("schema", &self.schema).field("options", &self.options).finish_non_exhaustive()
+        f.debug_struct("Builder")
+            .field("schema", &self.schema)
+            .field("options", &self.options)
+            .finish_non_exhaustive()
     }
 }
 
@@ -113,7 +116,8 @@ impl Builder {
         self.options.validate()?;
         let schema = SchemaName::new(&self.schema)?;
         let pooled = parse("database", &self.database_url)?;
-        let direct = self.direct_url.as_deref().map_or_else(|| Ok(pooled.clone()), |url| parse("direct", url))?;
+        let direct =
+            self.direct_url.as_deref().map_or_else(|| Ok(pooled.clone()), |url| parse("direct", url))?;
         self.collect_runners()?;
 
         // One thread is enough to move bytes; it must only never be busy with anything else.
@@ -124,7 +128,12 @@ impl Builder {
         let instance = identity.id;
         let handlers = OwnRuntime::start("workpump-handler", handler_threads(&self.options))?;
         let keep = self.options.settle.keep_completed;
-        let work = Arc::new(PgWorkStore::new(&schema, pooled, direct.clone(), io.handle(), keep));
+        let work = {
+            // The pool starts a timer when it is made, and the caller may have no runtime.
+            let io = io.handle();
+            let _inside = io.enter();
+            Arc::new(PgWorkStore::new(&schema, &pooled, direct.clone(), io.clone(), keep))
+        };
         let engine = Engine::start(EngineParts {
             options: self.options,
             identity,
@@ -135,7 +144,13 @@ impl Builder {
             start_deadline: START_DEADLINE,
         })
         .await?;
-        Ok(WorkPump { engine, instance, producer: Producer::new(&self.schema)?, _handlers: handlers, _io: io })
+        Ok(WorkPump {
+            engine,
+            instance,
+            producer: Producer::new(&self.schema)?,
+            _handlers: handlers,
+            _io: io,
+        })
     }
 
     fn collect_runners(&mut self) -> Result<(), Error> {
@@ -155,14 +170,12 @@ impl Builder {
     async fn check_schema(&self, io: &OwnRuntime, direct: &Config) -> Result<(), Error> {
         let (config, schema, may_migrate) = (direct.clone(), self.schema.clone(), self.migrate);
         let checked = io.handle().spawn(async move {
-            let mut session = Session::open(&config).await.map_err(|error| Error::connect(&error))?;
+            let mut session =
+                Session::open(&config).await.map_err(|error| Error::Connect(error.to_string()))?;
             if may_migrate {
                 migrate_on(&mut session.client, &schema).await?;
             }
-            match schema_state(&session.client, &schema).await? {
-                SchemaState::Current | SchemaState::Ahead { .. } => Ok(()),
-                _ => Err(Error::NotMigrated { schema }),
-            }
+            check_schema(&session.client, &schema).await
         });
         checked.await.map_err(|error| Error::Connect(error.to_string()))?
     }
@@ -206,7 +219,10 @@ pub struct WorkPump {
 
 impl std::fmt::Debug for WorkPump {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("WorkPump").field("instance", &self.instance).field("ready", &self.is_ready()).finish_non_exhaustive()
+        f.debug_struct("WorkPump")
+            .field("instance", &self.instance)
+            .field("ready", &self.is_ready())
+            .finish_non_exhaustive()
     }
 }
 

@@ -12,7 +12,8 @@ pub(crate) struct OwnRuntime {
 
 impl OwnRuntime {
     pub(crate) fn start(name: &str, threads: usize) -> std::io::Result<Self> {
-        let runtime = Builder::new_multi_thread().worker_threads(threads).thread_name(name).enable_all().build()?;
+        let runtime =
+            Builder::new_multi_thread().worker_threads(threads).thread_name(name).enable_all().build()?;
         Ok(Self { handle: runtime.handle().clone(), runtime: Some(runtime) })
     }
 

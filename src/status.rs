@@ -3,9 +3,8 @@
 use serde::Serialize;
 use uuid::Uuid;
 
-use crate::connect::connect;
+use crate::connect::{check_schema, connect};
 use crate::error::Error;
-use crate::pg::migrate::{SchemaState, schema_state};
 use crate::pg::schema_name::SchemaName;
 use crate::pg::statement::status as statement;
 
@@ -77,9 +76,7 @@ impl CategoryStatus {
 pub async fn status(url: &str, schema: &str) -> Result<Status, Error> {
     let name = SchemaName::new(schema)?;
     let client = connect(url).await?;
-    if matches!(schema_state(&client, schema).await?, SchemaState::Missing | SchemaState::Behind { .. }) {
-        return Err(Error::NotMigrated { schema: schema.to_owned() });
-    }
+    check_schema(&client, schema).await?;
     let read = async {
         let instances = client.query_typed(&statement::instances(&name), &[]).await?;
         let categories = client.query_typed(&statement::categories(&name), &[]).await?;

@@ -1,4 +1,5 @@
 //! `claim_work` on a real server: what it leases, what it leaves, in which order, at which price, and that it never waits.
+#![allow(clippy::print_stdout, reason = "figures are printed for the reader of a test run")]
 
 mod common;
 #[path = "common/work.rs"]

@@ -5,7 +5,7 @@ mod common;
 use std::collections::HashMap;
 
 use serde_json::json;
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use uuid::Uuid;
 use workpump::{Failure, NewOutbox, Options, OutboxMessage, Outcome, Producer, Publisher, WorkPump};
 
@@ -17,7 +17,6 @@ impl Publisher for Teller {
         self.0.send(message.clone()).map_err(|_| Failure::retry("the test is over"))
     }
 }
-
 
 fn quick() -> Options {
     let mut options = Options::default();
@@ -35,13 +34,20 @@ async fn what_commits_is_published_in_stream_order_by_several_pumps() {
     let (told, mut telling) = unbounded_channel();
     let mut pumps = Vec::new();
     for _ in 0..3 {
-        let pump = WorkPump::builder(database.url()).options(quick()).publisher(Teller(told.clone())).start().await.unwrap();
+        let pump = WorkPump::builder(database.url())
+            .options(quick())
+            .publisher(Teller(told.clone()))
+            .start()
+            .await
+            .unwrap();
         pumps.push(pump);
     }
     for position in 0..each {
         let transaction = client.transaction().await.unwrap();
         let batch: Vec<_> = (1..=streams)
-            .map(|stream| NewOutbox::new("step", &json!({ "position": position })).stream(Uuid::from_u128(stream)))
+            .map(|stream| {
+                NewOutbox::new("step", &json!({ "position": position })).stream(Uuid::from_u128(stream))
+            })
             .collect();
         assert_eq!(producer.outbox(&transaction, &batch).await.unwrap().new_messages(), batch.len());
         transaction.commit().await.unwrap();

@@ -39,9 +39,4 @@ pub mod testing;
 
 pub use tree::{DrainReport, Engine, EngineParts, StartError};
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-/// Locks, whoever panicked before: every critical section in this crate leaves its data whole.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
+pub(crate) use registry::lock;

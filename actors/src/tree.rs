@@ -4,30 +4,25 @@
 //! last result is written before the instance leaves, and beating ends last. The failures this prevents: rows claimed with nobody to run
 //! them, results with nobody to write them, and leases handed back while a result is still on its way.
 
+mod wiring;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use actix::prelude::*;
 use tokio::runtime::Handle;
-use tokio::sync::{Mutex as AsyncMutex, Semaphore, oneshot};
-use uuid::Uuid;
+use tokio::sync::watch;
 
-use crate::actor::claim::{ClaimActor, ClaimParts};
-use crate::actor::dispatch::{DispatchActor, DispatchParts};
-use crate::actor::heartbeat::{HeartbeatActor, HeartbeatParts};
-use crate::actor::settle::{SettleActor, SettleParts};
-use crate::delivery::InFlight;
-use crate::instance::{Gate, InstanceId, InstanceIdentity};
-use crate::message::{
-    Account, AliveLockChanged, BeatNow, Drain, Evicted, Fence, GateChanged, Observe, Pause,
-    RequestImmediatePoll, Resume, Settle, Unfence,
-};
+use crate::instance::{Gate, InstanceIdentity};
+use crate::message::{Account, Drain, GateChanged, Observe, RequestImmediatePoll};
 use crate::options::{Options, OptionsError};
 use crate::port::{InstanceStore, WorkStore};
-use crate::registry::{Exit, Group, Host, Placement, Registry, Spec, StartFailed};
+use crate::registry::{Exit, Host, Registry, StartFailed};
 use crate::runner::Runner;
 use crate::work::Category;
+
+use wiring::Specs;
 
 pub use crate::message::Drained as DrainReport;
 
@@ -86,54 +81,13 @@ impl Readiness {
     }
 }
 
-/// Where news about the whole instance goes: it tells everyone concerned.
-#[derive(Debug)]
-struct WardenActor {
-    readiness: Arc<Readiness>,
-    fence: Vec<Recipient<Fence>>,
-    unfence: Vec<Recipient<Unfence>>,
-    evicted: Vec<Recipient<Evicted>>,
-}
-
-impl Actor for WardenActor {
-    type Context = Context<Self>;
-}
-
-impl Handler<Fence> for WardenActor {
-    type Result = ();
-
-    fn handle(&mut self, fence: Fence, _: &mut Self::Context) {
-        self.readiness.member.store(false, Ordering::Release);
-        self.fence.iter().for_each(|recipient| recipient.do_send(fence));
-    }
-}
-
-impl Handler<Unfence> for WardenActor {
-    type Result = ();
-
-    fn handle(&mut self, unfence: Unfence, _: &mut Self::Context) {
-        self.readiness.member.store(true, Ordering::Release);
-        self.unfence.iter().for_each(|recipient| recipient.do_send(unfence));
-    }
-}
-
-impl Handler<Evicted> for WardenActor {
-    type Result = ();
-
-    fn handle(&mut self, evicted: Evicted, _: &mut Self::Context) {
-        if self.readiness.end() {
-            tracing::error!(instance = %evicted.0, "this instance was evicted: it claims, runs and writes nothing any more");
-            self.evicted.iter().for_each(|recipient| recipient.do_send(evicted));
-        }
-    }
-}
-
 /// A running engine. Dropping it without [`Engine::drain`] ends its actors where they stand.
 #[derive(Debug)]
 pub struct Engine {
     registry: Arc<Registry>,
     readiness: Arc<Readiness>,
-    drain: AsyncMutex<Option<DrainReport>>,
+    draining: AtomicBool,
+    report: Arc<watch::Sender<Option<DrainReport>>>,
     observed: Vec<Recipient<Observe>>,
     drained: Vec<Recipient<Drain>>,
 }
@@ -171,7 +125,8 @@ impl Engine {
         Ok(Self {
             registry: Arc::new(registry),
             readiness,
-            drain: AsyncMutex::new(None),
+            draining: AtomicBool::new(false),
+            report: Arc::new(watch::Sender::new(None)),
             observed: vec![
                 heartbeat.clone().recipient(),
                 settle.clone().recipient(),
@@ -224,32 +179,30 @@ impl Engine {
     /// Stops claiming, hands back what was not started, waits for what runs, writes every result, leaves the membership, and ends the
     /// actors and their threads. A second call waits for the first and gives its report. Needs no particular runtime.
     pub async fn drain(&self) -> DrainReport {
-        let mut drained = self.drain.lock().await;
-        if let Some(report) = *drained {
-            return report;
-        }
         self.readiness.end();
-        let report = self.drain_actors().await;
-        *drained = Some(report);
+        let mut report = self.report.subscribe();
+        if !self.draining.swap(true, Ordering::AcqRel) {
+            self.drain_actors();
+        }
+        let report =
+            report.wait_for(Option::is_some).await.map_or(None, |report| *report).unwrap_or_default();
         self.registry.shutdown().await;
         report
     }
 
-    /// Drains one actor after the other, on the host: whoever waits may go away meanwhile.
-    async fn drain_actors(&self) -> DrainReport {
-        let (done, doing) = oneshot::channel();
+    /// Drains one actor after the other, on the host: whoever asked for it may go away meanwhile.
+    fn drain_actors(&self) {
+        let drain = Draining { so_far: DrainReport::default(), report: Arc::clone(&self.report) };
         let actors = self.drained.clone();
         self.registry.spawn(async move {
-            let mut report = DrainReport::default();
+            let mut drain = drain;
             for actor in actors {
                 // An actor that has ended has nothing left to drain.
                 if let Ok(drained) = actor.send(Drain).await {
-                    report += drained;
+                    drain.so_far += drained;
                 }
             }
-            let _ = done.send(report);
         });
-        doing.await.unwrap_or_default()
     }
 
     fn tell<M>(&self, message: M)
@@ -262,196 +215,14 @@ impl Engine {
     }
 }
 
-/// The children, wired and not yet started.
-struct Specs {
-    warden: Spec<WardenActor>,
-    heartbeat: Spec<HeartbeatActor>,
-    settle: Spec<SettleActor>,
-    dispatch: Spec<DispatchActor>,
-    claim: Spec<ClaimActor>,
+/// A drain under way. Reports when it is dropped, so that a host that ends early leaves nobody waiting.
+struct Draining {
+    so_far: DrainReport,
+    report: Arc<watch::Sender<Option<DrainReport>>>,
 }
 
-/// What every factory shares.
-struct Wiring {
-    options: Options,
-    instance: InstanceId,
-    in_flight: Arc<InFlight>,
-    permits: Arc<Semaphore>,
-    evicted: Recipient<Evicted>,
-}
-
-impl Specs {
-    fn new(parts: EngineParts, readiness: &Arc<Readiness>) -> Self {
-        // The warden is told about everyone, and everyone about the warden: its address comes first, its actor last.
-        let links = Arc::new(std::sync::OnceLock::new());
-        let warden = warden(Arc::clone(readiness), Arc::clone(&links));
-        let options = parts.options;
-        let most = (options.dispatch.max_in_flight as usize).min(options.settle.channel_capacity);
-        let wiring = Arc::new(Wiring {
-            instance: parts.identity.id,
-            in_flight: Arc::default(),
-            permits: Arc::new(Semaphore::new(most.max(1))),
-            evicted: warden.addr().recipient(),
-            options,
-        });
-        let accepts_work = wiring.options.claim.enabled && !parts.runners.is_empty();
-        let unfence = warden.addr().recipient();
-        let heartbeat =
-            heartbeat(Arc::clone(&wiring), parts.identity, parts.instances, unfence, accepts_work);
-        let wake = Arc::new(std::sync::OnceLock::new());
-        let settle = settle(Arc::clone(&wiring), Arc::clone(&parts.work), Arc::clone(&wake));
-        let mut categories: Vec<Category> = parts.runners.iter().map(|(category, _)| *category).collect();
-        categories.sort_unstable();
-        categories.dedup();
-        let dispatch =
-            dispatch(Arc::clone(&wiring), parts.runners, parts.handlers, settle.addr().recipient());
-        let claim = claim(wiring, categories.into(), parts.work, dispatch.addr(), heartbeat.addr());
-        // Set before anything starts; the factories read them when they run.
-        let _ = wake.set(claim.addr().recipient());
-        let _ = links.set(Links {
-            fence: vec![claim.addr().recipient(), dispatch.addr().recipient(), settle.addr().recipient()],
-            unfence: vec![settle.addr().recipient(), dispatch.addr().recipient(), claim.addr().recipient()],
-            evicted: vec![
-                claim.addr().recipient(),
-                dispatch.addr().recipient(),
-                settle.addr().recipient(),
-                heartbeat.addr().recipient(),
-            ],
-        });
-        Self { warden, heartbeat, settle, dispatch, claim }
+impl Drop for Draining {
+    fn drop(&mut self) {
+        self.report.send_replace(Some(self.so_far));
     }
-
-    fn group(self) -> Group {
-        Group::new("workpump")
-            .child(self.warden)
-            .child(self.heartbeat)
-            .child(self.settle)
-            .child(self.dispatch)
-            .child(self.claim)
-    }
-}
-
-struct Links {
-    fence: Vec<Recipient<Fence>>,
-    unfence: Vec<Recipient<Unfence>>,
-    evicted: Vec<Recipient<Evicted>>,
-}
-
-fn warden(readiness: Arc<Readiness>, links: Arc<std::sync::OnceLock<Links>>) -> Spec<WardenActor> {
-    Spec::new("warden", move |_| {
-        let links = links.get();
-        WardenActor {
-            readiness: Arc::clone(&readiness),
-            fence: links.map(|links| links.fence.clone()).unwrap_or_default(),
-            unfence: links.map(|links| links.unfence.clone()).unwrap_or_default(),
-            evicted: links.map(|links| links.evicted.clone()).unwrap_or_default(),
-        }
-    })
-    .on(Placement::Vital)
-    .provides::<Fence>()
-    .provides::<Unfence>()
-    .provides::<Evicted>()
-}
-
-fn heartbeat(
-    wiring: Arc<Wiring>,
-    identity: InstanceIdentity,
-    store: Arc<dyn InstanceStore>,
-    unfence: Recipient<Unfence>,
-    accepts_work: bool,
-) -> Spec<HeartbeatActor> {
-    Spec::new("heartbeat", move |cx| {
-        let ready = cx.ready();
-        let parts = HeartbeatParts {
-            options: wiring.options.heartbeat.clone(),
-            identity: identity.clone(),
-            accepts_work,
-            unfence: vec![unfence.clone()],
-            evicted: wiring.evicted.clone(),
-            progress: Box::new(move |progress| match progress {
-                Ok(()) => ready.ready(),
-                Err(problem) => ready.problem(problem),
-            }),
-        };
-        HeartbeatActor::new(parts, Arc::clone(&store))
-    })
-    .on(Placement::Vital)
-    .provides::<BeatNow>()
-    .provides::<AliveLockChanged>()
-}
-
-fn settle(
-    wiring: Arc<Wiring>,
-    store: Arc<dyn WorkStore>,
-    wake: Arc<std::sync::OnceLock<Recipient<RequestImmediatePoll>>>,
-) -> Spec<SettleActor> {
-    Spec::new("settle", move |_| {
-        let parts = SettleParts {
-            options: wiring.options.settle.clone(),
-            instance: wiring.instance,
-            drain_deadline: drain_deadline(&wiring.options),
-            wake: wake.get().cloned(),
-            evicted: wiring.evicted.clone(),
-            seed: seed(),
-        };
-        SettleActor::new(parts, Arc::clone(&store))
-    })
-    .provides::<Settle>()
-}
-
-fn dispatch(
-    wiring: Arc<Wiring>,
-    runners: Vec<(Category, Arc<dyn Runner>)>,
-    handlers: Handle,
-    settle: Recipient<Settle>,
-) -> Spec<DispatchActor> {
-    Spec::new("dispatch", move |_| {
-        DispatchActor::new(DispatchParts {
-            options: wiring.options.dispatch.clone(),
-            instance: wiring.instance,
-            runners: runners.clone(),
-            handlers: handlers.clone(),
-            in_flight: Arc::clone(&wiring.in_flight),
-            settle: settle.clone(),
-            seed: seed(),
-        })
-    })
-}
-
-fn claim(
-    wiring: Arc<Wiring>,
-    categories: Arc<[Category]>,
-    store: Arc<dyn WorkStore>,
-    dispatch: Addr<DispatchActor>,
-    heartbeat: Addr<HeartbeatActor>,
-) -> Spec<ClaimActor> {
-    Spec::new("claim", move |_| {
-        let parts = ClaimParts {
-            options: wiring.options.clone(),
-            instance: wiring.instance,
-            categories: Arc::clone(&categories),
-            permits: Arc::clone(&wiring.permits),
-            in_flight: Arc::clone(&wiring.in_flight),
-            dispatch: dispatch.clone().recipient(),
-            hand_back: dispatch.clone().recipient(),
-            beat_now: heartbeat.clone().recipient(),
-            evicted: wiring.evicted.clone(),
-            seed: seed(),
-        };
-        ClaimActor::new(parts, Arc::clone(&store))
-    })
-    .provides::<RequestImmediatePoll>()
-    .provides::<GateChanged>()
-    .provides::<Pause>()
-    .provides::<Resume>()
-}
-
-/// What a drain of results may take, even when handlers get no time at all.
-fn drain_deadline(options: &Options) -> Duration {
-    Duration::from_secs(options.dispatch.drain_deadline_seconds.into()).max(Duration::from_secs(5))
-}
-
-/// A seed for jitter, taken at the edge so that everything inside can be repeated.
-fn seed() -> u64 {
-    Uuid::now_v7().as_u64_pair().1
 }

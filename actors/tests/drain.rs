@@ -108,9 +108,12 @@ fn a_drain_cancels_handlers_and_then_abandons_those_that_do_not_listen() {
         let store = FakeStore::new();
         let listened = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&listened);
+        let deaf = Arc::new(());
+        let held = Arc::clone(&deaf);
         let mixed = runner(1, move |job: Job| {
-            let count = Arc::clone(&count);
+            let (count, held) = (Arc::clone(&count), Arc::clone(&held));
             async move {
+                let _held = held;
                 if job.work.seq == 0 {
                     std::future::pending::<()>().await;
                 }
@@ -130,6 +133,9 @@ fn a_drain_cancels_handlers_and_then_abandons_those_that_do_not_listen() {
         assert_eq!(listened.load(Ordering::Relaxed), 2);
         assert_eq!(store.count(Op::Deregister), 1);
         assert_eq!(store.leased(), 0, "leaving hands back the lease of the abandoned row");
+        drop(engine);
+        quiesce().await;
+        assert_eq!(Arc::strong_count(&deaf), 1, "the abandoned handler was ended and its runner is gone");
     });
 }
 
@@ -234,6 +240,39 @@ fn a_start_without_a_database_names_the_child_and_the_cause() {
         let calls = store.calls().len();
         sleep(Duration::from_mins(5)).await;
         assert_eq!(store.calls().len(), calls, "nothing is left running");
+    });
+}
+
+#[test]
+fn an_engine_that_may_not_claim_starts_without_a_database() {
+    in_virtual_time(async {
+        let store = FakeStore::new();
+        store.always(|_| Some(Reply::Fail(StoreError::Unavailable("connection refused".to_owned()))));
+        let mut options = Options::default();
+        options.claim.enabled = false;
+        let engine = start_with(options, &store, runner(1, |_| async { Ok(()) })).await;
+        assert!(!engine.is_ready());
+        store.recover();
+        sleep(Duration::from_mins(1)).await;
+        assert!(engine.is_ready());
+        assert_eq!(store.count(Op::Claim), 0);
+        assert!(engine.drain().await.deregistered);
+    });
+}
+
+#[test]
+fn a_drain_whose_caller_went_away_goes_on_and_reports_to_the_next() {
+    in_virtual_time(async {
+        let store = FakeStore::new();
+        store.insert_many(3, &Row::default());
+        let engine = start(&store, sleepy(Duration::from_secs(10))).await;
+        store.called(Op::Claim, 1).await;
+        quiesce().await;
+        assert!(tokio::time::timeout(Duration::from_secs(2), engine.drain()).await.is_err());
+        sleep(Duration::from_secs(20)).await;
+        assert_eq!(store.count(Op::Deregister), 1);
+        let report = engine.drain().await;
+        assert_eq!((report.finished, report.settled, report.deregistered), (3, 3, true));
     });
 }
 

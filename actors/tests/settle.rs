@@ -326,7 +326,7 @@ fn a_fence_holds_results_and_its_end_writes_them() {
         let bench = Bench::new(SettleOptions::default());
         bench.rig.addr.send(Fence).await.expect("alive");
         bench.send(bench.results(3, &Verdict::Complete).await);
-        sleep(Duration::from_secs(60)).await;
+        sleep(Duration::from_mins(1)).await;
         assert_eq!(bench.store.count(Op::Settle), 0);
         assert_eq!(bench.permits.available_permits(), 997);
         bench.rig.addr.send(Unfence).await.expect("alive");
@@ -343,7 +343,7 @@ fn an_evicted_instance_discards_its_results_and_says_so() {
         let results = bench.results(5, &Verdict::Complete).await;
         bench.store.evict(bench.rig.instance);
         bench.send(results);
-        sleep(Duration::from_secs(60)).await;
+        sleep(Duration::from_mins(1)).await;
         assert_eq!(bench.rig.evicted.take(), [Evicted(bench.rig.instance)]);
         assert_eq!(bench.flushes(), [2], "nothing more is sent under a burnt id");
         assert_eq!(bench.account().await.counter("discarded"), 5);

@@ -13,7 +13,7 @@ use serde_json::value::RawValue;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::Notify;
 use uuid::Uuid;
-use workpump::{Failure, OutboxMessage, Publisher, WorkPump};
+use workpump::{DrainReport, Failure, OutboxMessage, Publisher, WorkPump};
 
 use super::append::Appender;
 use super::{CliError, Database, Outcome, Stop, from_env};
@@ -65,10 +65,21 @@ impl Relay {
             // The owner of this process is gone. The rows are in the table, and whoever takes over has them.
             _ = at_once.recv() => return Ok(Outcome::Interrupted),
         };
-        tokio::select! {
-            drained = pump.drain() => tracing::info!(?drained, "drained"),
+        let drained = tokio::select! {
+            drained = pump.drain() => drained,
             () = stop.asked() => return Ok(Outcome::Interrupted),
             _ = at_once.recv() => return Ok(Outcome::Interrupted),
+        };
+        tracing::info!(?drained, "drained");
+        let DrainReport { abandoned, unsettled, deregistered, .. } = drained;
+        if abandoned > 0 || unsettled > 0 || !deregistered {
+            let left = if deregistered { "" } else { ", and this instance is still a member" };
+            let what = format!(
+                "{abandoned} writes did not end, {unsettled} rows were written but not settled{left}"
+            );
+            return Err(CliError::Failed(format!(
+                "drained in part: {what}; the rows come again when their leases end"
+            )));
         }
         if broken {
             return Err(CliError::Failed("the reader of the output is gone".to_owned()));

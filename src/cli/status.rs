@@ -1,4 +1,8 @@
 //! `workpump status`
+//!
+//! The rule: the JSON form is the library's own account, field by field; the table shows the same figures, with ages in words.
+
+use std::fmt::Write;
 
 use clap::Args;
 
@@ -9,7 +13,7 @@ use super::{CliError, Database, Outcome, print};
 pub(super) struct Status {
     #[command(flatten)]
     database: Database,
-    /// Print one JSON object instead of a table
+    /// Print one JSON object instead of tables
     #[arg(long)]
     json: bool,
 }
@@ -19,9 +23,94 @@ impl Status {
         let status = workpump::status(&self.database.url()?, &self.database.schema()?).await?;
         if self.json {
             print(&serde_json::to_string(&status).map_err(|e| CliError::Failed(e.to_string()))?);
-            return Ok(Outcome::Well);
+        } else {
+            print(&tables(&status));
         }
-        print(&format!("{status:?}"));
         Ok(Outcome::Well)
+    }
+}
+
+fn tables(status: &workpump::Status) -> String {
+    let mut text = format!("schema {}\n\n", status.schema);
+    let mut rows =
+        vec![["category", "ready", "leased", "scheduled", "due", "dead", "oldest"].map(str::to_owned)];
+    for one in &status.categories {
+        let figures = [one.ready, one.leased, one.scheduled, one.due, one.dead_letters]
+            .map(|figure| figure.to_string());
+        let [ready, leased, scheduled, due, dead] = figures;
+        let oldest = one.oldest_age_seconds.map_or_else(|| "-".to_owned(), age);
+        rows.push([one.category.clone(), ready, leased, scheduled, due, dead, oldest]);
+    }
+    align(&mut text, &rows);
+    text.push('\n');
+    if status.instances.is_empty() {
+        text.push_str("no instances");
+        return text;
+    }
+    let head =
+        ["instance", "service", "host", "pid", "alive", "last beat", "lock", "accepts", "gate", "leases"];
+    let mut rows = vec![head.map(str::to_owned)];
+    for one in &status.instances {
+        let yes = |yes: bool| if yes { "yes" } else { "no" }.to_owned();
+        rows.push([
+            one.instance_id.to_string(),
+            one.service_name.clone(),
+            one.host_name.clone(),
+            one.process_id.to_string(),
+            yes(one.alive),
+            age(one.heartbeat_age_seconds),
+            yes(one.lock_declared),
+            yes(one.accepts_work),
+            one.gate.clone(),
+            one.leases.to_string(),
+        ]);
+    }
+    align(&mut text, &rows);
+    text.truncate(text.trim_end().len());
+    text
+}
+
+/// Columns two spaces apart: the first to the left, the others as wide as their widest entry.
+fn align<const N: usize>(text: &mut String, rows: &[[String; N]]) {
+    let mut widths = [0; N];
+    for row in rows {
+        for (width, entry) in widths.iter_mut().zip(row) {
+            *width = (*width).max(entry.chars().count());
+        }
+    }
+    for row in rows {
+        let mut line = String::new();
+        for (width, entry) in widths.iter().zip(row) {
+            let _ = write!(line, "{entry:<width$}  ");
+        }
+        text.push_str(line.trim_end());
+        text.push('\n');
+    }
+}
+
+/// Seconds in the unit in which people say them.
+fn age(seconds: f64) -> String {
+    let units = [(86_400.0, "d"), (3_600.0, "h"), (60.0, "min")];
+    match units.into_iter().find(|(unit, _)| seconds >= 2.0 * unit) {
+        Some((unit, name)) => format!("{:.0} {name}", seconds / unit),
+        None => format!("{:.1} s", seconds.max(0.0)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ages_are_said_in_the_unit_that_fits() {
+        let said = [-0.2, 0.25, 119.0, 120.0, 7_199.0, 7_200.0, 172_800.0].map(age);
+        assert_eq!(said, ["0.0 s", "0.2 s", "119.0 s", "2 min", "120 min", "2 h", "2 d"]);
+    }
+
+    #[test]
+    fn columns_are_as_wide_as_their_widest_entry() {
+        let mut text = String::new();
+        align(&mut text, &[["a", "bb"], ["ümlaut", "c"]].map(|row| row.map(str::to_owned)));
+        assert_eq!(text, "a       bb\nümlaut  c\n");
     }
 }

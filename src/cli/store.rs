@@ -33,8 +33,9 @@ impl Store {
     pub(super) async fn open(url: &str, schema: &str) -> Result<Self, CliError> {
         let producer = Producer::new(schema).map_err(workpump::Error::from)?;
         // So that a schema without tables is reported as that, and not as an unknown relation of the first batch.
-        workpump::status(url, schema).await?;
-        Ok(Self { client: workpump::connect(url).await?, producer })
+        let client = workpump::connect(url).await?;
+        workpump::check_schema(&client, schema).await?;
+        Ok(Self { client, producer })
     }
 
     /// Stores what can be stored. An error means that the database cannot be used; a part of the batch may be stored then.

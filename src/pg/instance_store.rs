@@ -13,14 +13,14 @@ use tokio_postgres::{Config, Row};
 use workpump_actors::instance::InstanceId;
 use workpump_actors::port::{Beat, BeatAnswer, InstanceStore, PortFuture, StoreError};
 
-use super::fault::store_error;
+use super::fault::{open_error, store_error};
 use super::migrate::{self, MigrateError, SchemaState};
 use super::schema_name::SchemaName;
 use super::session::Session;
 use super::statement::instance as statement;
 
-/// A beat that takes longer is late, and says nothing about whether it was written.
-const BEAT_DEADLINE: Duration = Duration::from_secs(10);
+/// A beat that takes longer is late, and says nothing about whether it was written. Below the engine's own limit.
+const BEAT_DEADLINE: Duration = Duration::from_secs(8);
 
 /// [`InstanceStore`] on PostgreSQL.
 pub(crate) struct PgInstanceStore {
@@ -42,36 +42,33 @@ impl PgInstanceStore {
         }
     }
 
+    /// One call on the session. It is taken out for the call: when the answer is late, or the caller gives up first, the session goes
+    /// with it, and the next beat opens a new one instead of waiting behind a dead socket.
     async fn with_session<T>(
         &self,
         instance: InstanceId,
         call: impl AsyncFnOnce(&Session) -> Result<T, tokio_postgres::Error>,
     ) -> Result<T, StoreError> {
         let mut slot = self.session.lock().await;
-        let answer = timeout(BEAT_DEADLINE, async {
-            if slot.as_ref().is_none_or(|session| session.client.is_closed()) {
-                *slot = Some(Session::open(&self.direct).await?);
-            }
-            match slot.as_ref() {
-                Some(session) => call(session).await,
-                None => unreachable!("the session was just opened"),
-            }
+        let kept = slot.take().filter(|session| !session.client.is_closed());
+        let answered = timeout(BEAT_DEADLINE, async {
+            let session = match kept {
+                Some(session) => session,
+                None => Session::open(&self.direct).await.map_err(|error| open_error(&error, instance))?,
+            };
+            let answer = call(&session).await.map_err(|error| store_error(&error, instance));
+            Ok((session, answer))
         })
-        .await;
-        match answer {
-            Ok(Ok(value)) => Ok(value),
-            Ok(Err(error)) => {
-                let error = store_error(&error, instance);
-                if matches!(error, StoreError::Unavailable(_)) {
-                    *slot = None;
-                }
-                Err(error)
-            }
-            Err(_) => {
-                *slot = None;
-                Err(StoreError::Unavailable(format!("no answer to the heartbeat within {} s", BEAT_DEADLINE.as_secs())))
-            }
-        }
+        .await
+        .map_err(|_| {
+            StoreError::Unavailable(format!(
+                "no answer to the heartbeat within {} s",
+                BEAT_DEADLINE.as_secs()
+            ))
+        })?;
+        let (session, answer) = answered?;
+        *slot = Some(session);
+        answer
     }
 
     async fn beat_now(&self, beat: Beat) -> Result<BeatAnswer, StoreError> {
@@ -114,9 +111,9 @@ impl InstanceStore for PgInstanceStore {
             match state.map_err(|error| schema_error(error, nobody))? {
                 SchemaState::Missing | SchemaState::Behind { .. } => Ok(false),
                 SchemaState::Current | SchemaState::Ahead { .. } => Ok(true),
-                SchemaState::NeedsNewerLibrary { required, .. } => {
-                    Err(StoreError::Schema(format!("it needs workpump {required} or newer: upgrade this program")))
-                }
+                SchemaState::NeedsNewerLibrary { required, .. } => Err(StoreError::Schema(format!(
+                    "it needs workpump {required} or newer: upgrade this program"
+                ))),
             }
         }
         .boxed()

@@ -10,11 +10,14 @@
 use std::time::Duration;
 
 use tokio::task::JoinHandle;
+use tokio::time::timeout;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::types::Type;
 use tokio_postgres::{Client, GenericClient, IsolationLevel, NoTls, Transaction};
 
+use super::fault::describe;
 use super::schema_name::{BadSchemaName, SchemaName};
+use super::session::{OPEN_DEADLINE, prepare as prepare_session};
 use super::statement::migrate as sql;
 use super::statement::migrate::{MIGRATIONS, Migration};
 
@@ -138,6 +141,12 @@ pub enum MigrateError {
         /// What the server said.
         message: String,
     },
+    /// The server took the connection and stayed silent.
+    #[error("no answer to the login within {waited:?}: is this address a PostgreSQL server?")]
+    NoAnswer {
+        /// How long was waited.
+        waited: Duration,
+    },
     /// The database refused something, or went away. Nothing was changed.
     #[error("cannot {what}: {message}")]
     Database {
@@ -160,25 +169,12 @@ impl MigrateError {
     }
 }
 
-/// What the server said, with its code; the driver's own text is only "db error".
-fn describe(error: &tokio_postgres::Error) -> String {
-    error.as_db_error().map_or_else(
-        || error.to_string(),
-        |db| {
-            format!(
-                "{} ({}){}",
-                db.message(),
-                db.code().code(),
-                db.hint().map(|hint| format!(", {hint}")).unwrap_or_default()
-            )
-        },
-    )
-}
-
 /// Connects to `url` and brings `schema` up to date. Dropping the future closes the connection, which rolls everything back.
 pub async fn migrate(url: &str, schema: &str) -> Result<Migrated, MigrateError> {
-    let (mut client, connection) = tokio_postgres::connect(url, NoTls)
+    let config = url.parse().map_err(|e| MigrateError::database("read the database URL", e))?;
+    let (mut client, connection) = timeout(OPEN_DEADLINE, prepare_session(config).connect(NoTls))
         .await
+        .map_err(|_| MigrateError::NoAnswer { waited: OPEN_DEADLINE })?
         .map_err(|e| MigrateError::database("connect to migrate", e))?;
     let mut driver = Driver(tokio::spawn(connection));
     let migrated = migrate_on(&mut client, schema).await;

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `schema_name.rs` | the schema's name, checked and quoted |
 //! | `session.rs` | sessions, who drives them, what they may wait for |
+//! | `pool.rs` | the small pool for settlements |
 //! | `statement/` | every SQL text |
 //! | `row.rs`, `fault.rs` | columns and errors to values |
 //! | `work_store.rs`, `instance_store.rs` | the engine's ports |
@@ -12,6 +13,7 @@
 pub(crate) mod fault;
 pub(crate) mod instance_store;
 pub(crate) mod migrate;
+pub(crate) mod pool;
 pub(crate) mod row;
 pub(crate) mod schema_name;
 pub(crate) mod session;

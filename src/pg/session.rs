@@ -8,14 +8,38 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use tokio::time::timeout;
 use tokio_postgres::{AsyncMessage, Client, Config, NoTls, Socket, tls::NoTlsStream};
 use tracing::{debug, info};
 
-/// The server gives a statement up before the client does, so nothing is claimed for a caller who has left.
+use super::fault::describe;
+
+/// The server gives a statement up before the client does, so nothing is claimed for a caller who has left. Behind a pooler, which
+/// takes no such limit, `release_unheld` makes good for it.
 const STATEMENT_TIMEOUT: Duration = Duration::from_secs(20);
 /// The client's own limit for one call.
 pub(crate) const CALL_DEADLINE: Duration = Duration::from_secs(25);
+/// The limit for opening a session, login included: `connect_timeout` ends with the socket, and a server may accept and stay silent.
+pub(crate) const OPEN_DEADLINE: Duration = Duration::from_secs(10);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// A dead peer is noticed within these, before the server notices ours (its limits are longer).
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(2);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(1);
+const KEEPALIVE_RETRIES: u32 = 3;
+const TCP_USER_TIMEOUT: Duration = Duration::from_secs(4);
+/// What the driver uses when nothing was said.
+const DRIVER_KEEPALIVE_IDLE: Duration = Duration::from_hours(2);
+
+/// Why a session could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum OpenError {
+    /// Nobody answered in time.
+    #[error("no answer to the login within {} s", OPEN_DEADLINE.as_secs())]
+    Late,
+    /// The server or the network refused.
+    #[error("{}", describe(.0))]
+    Refused(#[from] tokio_postgres::Error),
+}
 
 /// One session of the pump's own.
 #[derive(Debug)]
@@ -26,23 +50,19 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// Opens a session on the current runtime, with server-side limits where the server takes them. A pooler refuses start-up
-    /// options (08P01); then the limits are the client's alone.
-    pub(crate) async fn open(config: &Config) -> Result<Self, tokio_postgres::Error> {
-        let mut limited = config.clone();
-        let own = config.get_options().unwrap_or_default();
-        limited.options(format!("{own} -c statement_timeout={}", STATEMENT_TIMEOUT.as_millis()).trim_start());
-        match Self::connect(&limited).await {
-            Err(error) if error.code().is_some_and(|code| code.code() == "08P01") => {
-                debug!("the server takes no start-up options, so it is a pooler; statement limits are the client's alone");
-                Self::connect(config).await
-            }
-            other => other,
-        }
+    /// Opens a session on the current runtime, with server-side limits where the server takes them.
+    pub(crate) async fn open(config: &Config) -> Result<Self, OpenError> {
+        timeout(OPEN_DEADLINE, Self::connect(config))
+            .await
+            .map_err(|_| OpenError::Late)?
+            .map_err(OpenError::Refused)
     }
 
     async fn connect(config: &Config) -> Result<Self, tokio_postgres::Error> {
-        let (client, connection) = config.connect(NoTls).await?;
+        let (client, connection) = match with_limits(config).connect(NoTls).await {
+            Err(error) if refuses_options(&error) => config.connect(NoTls).await?,
+            other => other?,
+        };
         let has_more = Arc::new(AtomicBool::new(false));
         tokio::spawn(drive(connection, Arc::clone(&has_more)));
         Ok(Self { client, has_more })
@@ -64,19 +84,46 @@ async fn drive(mut connection: tokio_postgres::Connection<Socket, NoTlsStream>, 
             Some(Ok(AsyncMessage::Notice(notice))) => info!(notice = notice.message(), "database notice"),
             Some(Ok(_)) => {}
             // After a terminal error the stream may repeat it for ever: the first one ends the session.
-            Some(Err(error)) => return debug!(error = %super::fault::describe(&error), "database session ended"),
+            Some(Err(error)) => {
+                return debug!(error = %describe(&error), "database session ended");
+            }
             None => return,
         }
     }
 }
 
-/// Completes a parsed URL with what every session of the library wants.
+/// The configuration with the server-side limits as start-up options.
+pub(crate) fn with_limits(config: &Config) -> Config {
+    let mut limited = config.clone();
+    let own = config.get_options().unwrap_or_default();
+    limited.options(format!("{own} -c statement_timeout={}", STATEMENT_TIMEOUT.as_millis()).trim_start());
+    limited
+}
+
+/// Whether this is how a pooler says that it takes no start-up options. Then the limits are the client's alone.
+pub(crate) fn refuses_options(error: &tokio_postgres::Error) -> bool {
+    error.code().is_some_and(|code| code.code() == "08P01")
+}
+
+/// Completes a parsed URL with what every session of the library wants and the URL did not say.
 pub(crate) fn prepare(mut config: Config) -> Config {
     if config.get_connect_timeout().is_none() {
         config.connect_timeout(CONNECT_TIMEOUT);
     }
     if config.get_application_name().is_none() {
         config.application_name("workpump");
+    }
+    if config.get_keepalives_idle() == DRIVER_KEEPALIVE_IDLE {
+        config.keepalives_idle(KEEPALIVE_IDLE);
+    }
+    if config.get_keepalives_interval().is_none() {
+        config.keepalives_interval(KEEPALIVE_INTERVAL);
+    }
+    if config.get_keepalives_retries().is_none() {
+        config.keepalives_retries(KEEPALIVE_RETRIES);
+    }
+    if config.get_tcp_user_timeout().is_none() {
+        config.tcp_user_timeout(TCP_USER_TIMEOUT);
     }
     config
 }

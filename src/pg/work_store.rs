@@ -1,16 +1,13 @@
 //! The work tables behind the engine's port: one trip a batch, whatever the batch holds.
 
-use std::future::Future;
 use std::time::Duration;
 
-use bb8::{ManageConnection, Pool};
-use bb8_postgres::PostgresConnectionManager;
 use futures_util::FutureExt;
 use tokio::runtime::Handle;
 use tokio::sync::Mutex;
 use tokio::time::timeout;
-use tokio_postgres::types::{ToSql, Type};
-use tokio_postgres::{Client, Config, NoTls, Row};
+use tokio_postgres::types::Type;
+use tokio_postgres::{Config, Row};
 use uuid::Uuid;
 use workpump_actors::instance::InstanceId;
 use workpump_actors::port::{
@@ -18,14 +15,12 @@ use workpump_actors::port::{
 };
 use workpump_actors::work::{ClaimEpoch, WorkKey};
 
-use super::fault::{describe, store_error};
+use super::fault::{open_error, store_error};
+use super::pool::{StatementPool, late};
 use super::row;
 use super::schema_name::SchemaName;
 use super::session::{CALL_DEADLINE, Session};
 use super::statement::work as statement;
-
-/// Sessions of the settlement pool. One flush is under way at a time; the other is for what comes beside it.
-const POOL_SIZE: u32 = 2;
 
 struct Texts {
     claim: String,
@@ -40,20 +35,20 @@ pub(crate) struct PgWorkStore {
     direct: Config,
     io: Handle,
     claim_session: Mutex<Option<Session>>,
-    pool: Pool<Manager>,
+    pool: StatementPool,
     keep_completed: bool,
 }
 
 impl PgWorkStore {
     /// Opens nothing yet: sessions come with the first call.
-    pub(crate) fn new(schema: &SchemaName, pooled: Config, direct: Config, io: Handle, keep_completed: bool) -> Self {
-        let manager = Manager { inner: PostgresConnectionManager::new(pooled, NoTls), io: io.clone() };
-        let pool = Pool::builder()
-            .max_size(POOL_SIZE)
-            .test_on_check_out(false)
-            .connection_timeout(Duration::from_secs(5))
-            .error_sink(Box::new(LoggedErrors))
-            .build_unchecked(manager);
+    pub(crate) fn new(
+        schema: &SchemaName,
+        pooled: &Config,
+        direct: Config,
+        io: Handle,
+        keep_completed: bool,
+    ) -> Self {
+        let pool = StatementPool::new(pooled, io.clone());
         Self {
             texts: Texts {
                 claim: statement::claim(schema),
@@ -72,10 +67,11 @@ impl PgWorkStore {
     async fn claim_now(&self, request: ClaimRequest) -> Result<Claimed, StoreError> {
         let instance = request.instance;
         let mut slot = self.claim_session.lock().await;
-        if slot.as_ref().is_none_or(|session| session.client.is_closed()) {
-            *slot = Some(self.open_session(instance).await?);
-        }
-        let Some(session) = slot.as_ref() else { return Err(lost("claim session")) };
+        // Taken out for the call: a session that missed its deadline, or whose caller has gone, must not serve the next claim.
+        let session = match slot.take().filter(|session| !session.client.is_closed()) {
+            Some(session) => session,
+            None => self.open_session(instance).await?,
+        };
         session.take_has_more();
         let categories: Vec<&str> = request.categories.iter().map(|category| category.as_str()).collect();
         let answer = timeout(
@@ -93,58 +89,29 @@ impl PgWorkStore {
                 ],
             ),
         )
-        .await;
-        match answer {
-            Ok(Ok(rows)) => {
-                let works = row::claimed(&rows).map_err(|error| store_error(&error, instance))?;
-                Ok(Claimed { works, has_more: session.take_has_more() })
-            }
-            Ok(Err(error)) => {
-                let error = store_error(&error, instance);
-                if matches!(error, StoreError::Unavailable(_)) {
-                    *slot = None;
-                }
-                Err(error)
-            }
-            Err(_) => {
-                // The session may still be busy with the claim nobody waits for: it must not serve the next one.
-                *slot = None;
-                Err(late("claim"))
-            }
-        }
+        .await
+        .map_err(|_| late("claim"))?;
+        let claimed = answer
+            .and_then(|rows| row::claimed(&rows))
+            .map(|works| Claimed { works, has_more: session.take_has_more() })
+            .map_err(|error| store_error(&error, instance));
+        *slot = Some(session);
+        claimed
     }
 
     async fn open_session(&self, instance: InstanceId) -> Result<Session, StoreError> {
         let config = self.direct.clone();
-        self.io
-            .spawn(async move { Session::open(&config).await })
-            .await
-            .map_err(|_| lost("db-io runtime"))?
-            .map_err(|error| store_error(&error, instance))
-    }
-
-    /// One statement through the pool, with a deadline. A session that missed it is closed, not put back.
-    async fn pooled(
-        &self,
-        instance: InstanceId,
-        what: &'static str,
-        text: &str,
-        params: &[(&(dyn ToSql + Sync), Type)],
-    ) -> Result<Vec<Row>, StoreError> {
-        let session = self.pool.get().await.map_err(|error| match error {
-            bb8::RunError::User(error) => store_error(&error, instance),
-            bb8::RunError::TimedOut => StoreError::Unavailable("no database connection within 5 s".to_owned()),
-        })?;
-        match timeout(CALL_DEADLINE, session.query_typed(text, params)).await {
-            Ok(answer) => answer.map_err(|error| store_error(&error, instance)),
-            Err(_) => Err(late(what)),
-        }
+        let opened = self.io.spawn(async move { Session::open(&config).await }).await;
+        opened
+            .map_err(|_| StoreError::Unavailable("the pump's connections are shut down".to_owned()))?
+            .map_err(|error| open_error(&error, instance))
     }
 
     async fn settle_now(&self, instance: InstanceId, items: Vec<SettleItem>) -> Result<Settled, StoreError> {
         let columns = Columns::from(&items);
         let rows = self
-            .pooled(
+            .pool
+            .query(
                 instance,
                 "settlement",
                 &self.texts.settle,
@@ -169,13 +136,18 @@ impl PgWorkStore {
         Ok(Settled { applied: items.len() - fenced.len(), fenced })
     }
 
-    async fn release_unheld_now(&self, instance: InstanceId, held: Vec<(WorkKey, ClaimEpoch)>) -> Result<u64, StoreError> {
+    async fn release_unheld_now(
+        &self,
+        instance: InstanceId,
+        held: Vec<(WorkKey, ClaimEpoch)>,
+    ) -> Result<u64, StoreError> {
         let ids: Vec<Uuid> = held.iter().map(|(key, _)| key.id.0).collect();
         let epochs: Vec<i64> = held.iter().map(|(_, epoch)| epoch.0).collect();
         let mut total = 0;
         loop {
             let rows = self
-                .pooled(
+                .pool
+                .query(
                     instance,
                     "release of unheld rows",
                     &self.texts.release_unheld,
@@ -192,7 +164,8 @@ impl PgWorkStore {
 
     async fn next_claimable_now(&self, instance: InstanceId) -> Result<Option<Duration>, StoreError> {
         let rows = self
-            .pooled(instance, "next due time", &self.texts.next_claimable, &[(&instance.0, Type::UUID)])
+            .pool
+            .query(instance, "next due time", &self.texts.next_claimable, &[(&instance.0, Type::UUID)])
             .await?;
         let milliseconds: Option<i64> = first(&rows, instance)?;
         Ok(milliseconds.map(|milliseconds| Duration::from_millis(milliseconds.max(0).unsigned_abs())))
@@ -248,8 +221,12 @@ impl<'a> From<&'a Vec<SettleItem>> for Columns<'a> {
             let (verdict, pause, reason, error) = match &item.verdict {
                 Verdict::Complete => ("complete", None, None, None),
                 Verdict::Release => ("release", None, None, None),
-                Verdict::Retry { after, reason, error } => ("retry", Some(*after), Some(reason.code()), Some(error.as_str())),
-                Verdict::DeadLetter { reason, error } => ("dead_letter", None, Some(reason.code()), Some(error.as_str())),
+                Verdict::Retry { after, reason, error } => {
+                    ("retry", Some(*after), Some(reason.code()), Some(error.as_str()))
+                }
+                Verdict::DeadLetter { reason, error } => {
+                    ("dead_letter", None, Some(reason.code()), Some(error.as_str()))
+                }
             };
             verdicts.push(verdict);
             after.push(pause.map(|pause| pause.as_millis().min(i64::MAX as u128) as i64));
@@ -264,63 +241,12 @@ impl<'a> From<&'a Vec<SettleItem>> for Columns<'a> {
     }
 }
 
-fn first<'a, T: tokio_postgres::types::FromSql<'a>>(rows: &'a [Row], instance: InstanceId) -> Result<Option<T>, StoreError> {
+fn first<'a, T: tokio_postgres::types::FromSql<'a>>(
+    rows: &'a [Row],
+    instance: InstanceId,
+) -> Result<Option<T>, StoreError> {
     match rows.first() {
         Some(row) => row.try_get(0).map_err(|error| store_error(&error, instance)),
         None => Ok(None),
-    }
-}
-
-fn late(what: &str) -> StoreError {
-    StoreError::Unavailable(format!("no answer to the {what} within {} s", CALL_DEADLINE.as_secs()))
-}
-
-fn lost(what: &str) -> StoreError {
-    StoreError::Unavailable(format!("the {what} is gone"))
-}
-
-/// Opens pooled sessions on the db-io runtime, which then drives them.
-#[derive(Debug)]
-struct Manager {
-    inner: PostgresConnectionManager<NoTls>,
-    io: Handle,
-}
-
-impl ManageConnection for Manager {
-    type Connection = Client;
-    type Error = tokio_postgres::Error;
-
-    fn connect(&self) -> impl Future<Output = Result<Client, Self::Error>> + Send {
-        let inner = self.inner.clone();
-        let opened = self.io.spawn(async move { inner.connect().await });
-        async move {
-            match opened.await {
-                Ok(answer) => answer,
-                // The runtime is shutting down: nothing will ever be asked of this session.
-                Err(_) => std::future::pending().await,
-            }
-        }
-    }
-
-    async fn is_valid(&self, client: &mut Client) -> Result<(), Self::Error> {
-        client.check_connection().await
-    }
-
-    fn has_broken(&self, client: &mut Client) -> bool {
-        client.is_closed()
-    }
-}
-
-/// What the pool would otherwise keep to itself.
-#[derive(Debug, Clone, Copy)]
-struct LoggedErrors;
-
-impl bb8::ErrorSink<tokio_postgres::Error> for LoggedErrors {
-    fn sink(&self, error: tokio_postgres::Error) {
-        tracing::warn!(error = %describe(&error), "could not open a pooled database connection");
-    }
-
-    fn boxed_clone(&self) -> Box<dyn bb8::ErrorSink<tokio_postgres::Error>> {
-        Box::new(*self)
     }
 }

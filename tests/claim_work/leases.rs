@@ -23,7 +23,9 @@ async fn an_unowned_row_is_leased_to_the_caller_and_charged_one_attempt() {
         assert_eq!((got[0].category.as_str(), got[0].stream), (kind.category, Some(stream)));
         assert_eq!((got[0].epoch, got[0].attempts, got[0].crashes), (1, 1, 0));
         assert_eq!(got[0].name.as_deref(), Some("lane"));
-        assert!(seconds_between(before, got[0].expiry) >= 40.0 && seconds_between(after, got[0].expiry) <= 40.0);
+        assert!(
+            seconds_between(before, got[0].expiry) >= 40.0 && seconds_between(after, got[0].expiry) <= 40.0
+        );
         let state = db.state(kind, id).await.unwrap();
         assert_eq!((state.instance, state.expiry), (Some(me), Some(got[0].expiry)));
         assert_eq!((state.epoch, state.attempts), (1, 1));
@@ -66,7 +68,10 @@ async fn a_lease_that_ran_out_is_taken_over_with_a_new_epoch_and_attempt() {
         for (claims, me) in [(1_i32, one), (2, two), (3, two), (4, one)] {
             let got = db.claim(&Claim::of(me)).await;
             assert_eq!(ids(&got), [id], "{kind:?}");
-            assert_eq!((got[0].epoch, got[0].attempts, got[0].crashes), (i64::from(claims), claims, claims - 1));
+            assert_eq!(
+                (got[0].epoch, got[0].attempts, got[0].crashes),
+                (i64::from(claims), claims, claims - 1)
+            );
             db.let_leases_run_out(kind).await;
         }
         let state = db.state(kind, id).await.unwrap();
@@ -81,7 +86,9 @@ async fn a_takeover_keeps_the_error_that_is_recorded() {
         let (_lab, db) = Lab::new().await;
         let me = db.member().await;
         let id = db.store(kind, Uuid::now_v7()).await;
-        db.batch_execute(&format!("update {} set error = 'known', failure_reason = 4", kind.table)).await.unwrap();
+        db.batch_execute(&format!("update {} set error = 'known', failure_reason = 4", kind.table))
+            .await
+            .unwrap();
         db.claim(&Claim::of(me)).await;
         db.let_leases_run_out(kind).await;
         assert_eq!(db.claim(&Claim::of(me)).await.len(), 1);
@@ -115,7 +122,9 @@ async fn a_processed_row_is_never_claimed() {
         let me = db.member().await;
         let (done, next) = (Uuid::now_v7(), Uuid::now_v7());
         let id = db.store(kind, done).await;
-        db.batch_execute(&format!("update {} set {} = clock_timestamp()", kind.table, kind.done)).await.unwrap();
+        db.batch_execute(&format!("update {} set {} = clock_timestamp()", kind.table, kind.done))
+            .await
+            .unwrap();
         let fresh = db.store(kind, next).await;
         let behind = db.store(kind, done).await;
         let mut got = ids(&db.claim(&Claim::of(me)).await);

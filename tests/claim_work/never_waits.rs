@@ -43,7 +43,11 @@ async fn a_locked_row_without_a_stream_is_left_out() {
         lock(&db, kind, stored[1]).await;
         assert_eq!(ids(&claimer.claim(&Claim::of(me)).await), [stored[0], stored[2]], "{kind:?}");
         db.batch_execute("commit").await.unwrap();
-        assert_eq!(ids(&claimer.claim(&Claim::of(me)).await), [stored[1]], "the pass from the front finds it");
+        assert_eq!(
+            ids(&claimer.claim(&Claim::of(me)).await),
+            [stored[1]],
+            "the pass from the front finds it"
+        );
     }
 }
 
@@ -125,7 +129,9 @@ async fn a_heartbeat_held_open_does_not_hold_up_a_claim() {
     let (lab, db) = Lab::new().await;
     let (me, claimer) = (db.member().await, impatient(&lab).await);
     let id = db.store(&OUTBOX, scattered(1)).await;
-    db.batch_execute("begin; update wh_service_instances set last_heartbeat_at = clock_timestamp()").await.unwrap();
+    db.batch_execute("begin; update wh_service_instances set last_heartbeat_at = clock_timestamp()")
+        .await
+        .unwrap();
     assert_eq!(ids(&claimer.claim(&Claim::of(me)).await), [id]);
     db.batch_execute("commit").await.unwrap();
 }

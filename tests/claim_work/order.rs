@@ -19,7 +19,8 @@ async fn a_run_comes_in_the_order_of_its_stream() {
             second.push(db.store(kind, two).await);
         }
         let got = db.claim(&Claim::of(me)).await;
-        let of = |stream| ids(&got.iter().filter(|row| row.stream == Some(stream)).cloned().collect::<Vec<_>>());
+        let of =
+            |stream| ids(&got.iter().filter(|row| row.stream == Some(stream)).cloned().collect::<Vec<_>>());
         assert_eq!((of(one), of(two)), (first, second), "{kind:?}");
     }
 }
@@ -71,7 +72,7 @@ async fn a_parked_row_is_claimed_as_soon_as_it_is_due() {
         })
         .await;
         assert_eq!(ids(&got), [id]);
-        assert!(got[0].expiry >= due + Duration::from_secs(300), "not before its time");
+        assert!(got[0].expiry >= due + Duration::from_mins(5), "not before its time");
         let state = db.state(kind, id).await.unwrap();
         assert_eq!((state.scheduled, state.attempts, state.crashes), (None, 1, 0));
     }
@@ -171,7 +172,8 @@ async fn categories_and_lanes_of_one_stream_do_not_block_each_other() {
     assert_eq!(db.claim(&Claim::of(one).only(&OUTBOX)).await.len(), 2);
     assert_eq!(ids(&db.claim(&Claim::of(two)).await), inbox);
     for kind in [&PERSPECTIVE, &RECEPTOR] {
-        let (first, second) = (db.store_in(kind, stream, "first").await, db.store_in(kind, stream, "second").await);
+        let (first, second) =
+            (db.store_in(kind, stream, "first").await, db.store_in(kind, stream, "second").await);
         let behind = db.store_in(kind, stream, "first").await;
         let got = db.claim(&Claim::of(one).rows(1)).await;
         assert_eq!(ids(&got), [first]);
@@ -222,10 +224,13 @@ async fn rows_without_a_stream_come_oldest_first_and_block_nothing() {
         let first = db.claim(&Claim::of(me).rows(5)).await;
         assert_eq!(ids(&first), stored[1..6], "{kind:?}");
         assert_eq!(ids(&db.claim(&Claim::of(me).rows(100)).await), stored[6..]);
-        // Handed back, it is the oldest again.
+        // Handed back, it is found by the next pass from the front, while fresh rows keep coming.
         db.settle(me, &[verdict(&first[0], "release")]).await;
-        let fresh = db.store(kind, None).await;
-        assert_eq!(ids(&db.claim(&Claim::of(me)).await), [stored[1], fresh]);
+        eventually("the pass from the front", async || {
+            db.store(kind, None).await;
+            ids(&db.claim(&Claim::of(me)).await).contains(&stored[1])
+        })
+        .await;
     }
 }
 
@@ -233,7 +238,8 @@ async fn rows_without_a_stream_come_oldest_first_and_block_nothing() {
 async fn a_retried_row_without_a_stream_is_not_overtaken_for_long_by_a_backlog() {
     let (_lab, db) = Lab::new().await;
     let me = db.member().await;
-    let fill = "insert into wh_outbox (message_type, payload) select 'm', '{}' from generate_series(1, 60000)";
+    let fill =
+        "insert into wh_outbox (message_type, payload) select 'm', '{}' from generate_series(1, 60000)";
     db.batch_execute(fill).await.unwrap();
     let claim = Claim::of(me).only(&OUTBOX);
     let got = db.claim(&claim).await;

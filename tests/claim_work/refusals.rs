@@ -36,7 +36,10 @@ async fn an_evicted_instance_is_refused_also_when_there_is_nothing_to_claim() {
     db.evict(me).await;
     for _ in 0..2 {
         let (code, hint) = refused(&db, &Claim::of(me)).await;
-        assert_eq!((code.as_str(), hint.as_str()), ("WH001", "Stop, and come back under a fresh instance id."));
+        assert_eq!(
+            (code.as_str(), hint.as_str()),
+            ("WH001", "Stop, and come back under a fresh instance id.")
+        );
         db.store(&OUTBOX, Uuid::now_v7()).await;
     }
 }
@@ -87,12 +90,17 @@ async fn an_unknown_category_is_refused_also_when_there_is_nothing_to_claim() {
 async fn a_limit_below_one_is_refused_and_named() {
     let (_lab, db) = Lab::new().await;
     let claim = Claim::of(db.member().await);
-    let mut wrong = vec![claim.clone().rows(0), claim.clone().rows(-1), claim.clone().run(0), claim.clone().bytes(0)];
+    let mut wrong =
+        vec![claim.clone().rows(0), claim.clone().rows(-1), claim.clone().run(0), claim.clone().bytes(0)];
     wrong.push(claim.clone().seconds(0));
     wrong.push(Claim { partitions: 0, ..claim });
     for claim in wrong {
         let (code, hint) = refused(&db, &claim).await;
-        assert_eq!((code.as_str(), hint.as_str()), ("22023", "Leave a limit out to get its default."), "{claim:?}");
+        assert_eq!(
+            (code.as_str(), hint.as_str()),
+            ("22023", "Leave a limit out to get its default."),
+            "{claim:?}"
+        );
     }
 }
 
@@ -104,7 +112,10 @@ async fn a_snapshot_that_lasts_is_refused() {
     for level in ["repeatable read", "serializable"] {
         db.batch_execute(&format!("begin isolation level {level}")).await.unwrap();
         let (code, hint) = refused(&db, &Claim::of(me)).await;
-        assert_eq!((code.as_str(), hint.as_str()), ("25001", "Its proofs need a new snapshot for every statement."));
+        assert_eq!(
+            (code.as_str(), hint.as_str()),
+            ("25001", "Its proofs need a new snapshot for every statement.")
+        );
         db.batch_execute("rollback").await.unwrap();
     }
 }
@@ -154,7 +165,13 @@ async fn the_partition_of_a_stream_is_total() {
                    from generate_series(1, 1000000) n) s
                where p < 0 or p >= count or p is null";
     assert_eq!(db.number(sql).await, 0);
-    let mut edges = vec![Uuid::nil(), Uuid::max(), Uuid::from_u128(1), Uuid::from_u128(1 << 127), Uuid::from_u128(u128::MAX >> 1)];
+    let mut edges = vec![
+        Uuid::nil(),
+        Uuid::max(),
+        Uuid::from_u128(1),
+        Uuid::from_u128(1 << 127),
+        Uuid::from_u128(u128::MAX >> 1),
+    ];
     edges.extend((0..128).map(|bit| Uuid::from_u128(1 << bit)));
     edges.extend((0..1000).map(scattered));
     for count in [i32::MIN, -1, 0, 1, 2, 7, 10_000, i32::MAX] {
@@ -181,7 +198,9 @@ async fn every_edge_uuid_is_a_stream_that_gets_claimed() {
         let (_lab, db) = Lab::new().await;
         let me = db.member().await;
         let mut stored = Vec::new();
-        for stream in [Uuid::from_u128(1), Uuid::max(), Uuid::from_u128(1 << 127), Uuid::from_u128(u128::MAX - 1)] {
+        for stream in
+            [Uuid::from_u128(1), Uuid::max(), Uuid::from_u128(1 << 127), Uuid::from_u128(u128::MAX - 1)]
+        {
             stored.push(db.store(kind, stream).await);
         }
         let mut got = ids(&db.claim(&Claim::of(me)).await);

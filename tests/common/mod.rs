@@ -23,7 +23,9 @@
 )]
 
 pub mod bouncer;
+pub mod proxy;
 pub mod server;
+pub mod wait;
 
 pub use bouncer::Bouncer;
 pub use server::{Database, PrivateServer, connect, database, empty_database, server_with, shared};

@@ -1,9 +1,5 @@
 //! What the SQL tests of claiming share: the four categories, and short ways to store, claim, settle and look.
-#![allow(
-    dead_code,
-    unreachable_pub,
-    reason = "each test binary uses its own part of these helpers"
-)]
+#![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part of these helpers")]
 
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -280,7 +276,12 @@ impl Session {
         self.try_claim(claim).await.expect("a claim")
     }
 
-    pub async fn try_settle(&self, me: Uuid, items: &[Item], keep: bool) -> Result<Vec<(String, Uuid)>, Error> {
+    pub async fn try_settle(
+        &self,
+        me: Uuid,
+        items: &[Item],
+        keep: bool,
+    ) -> Result<Vec<(String, Uuid)>, Error> {
         let categories: Vec<_> = items.iter().map(|i| i.category.as_str()).collect();
         let ids: Vec<_> = items.iter().map(|i| i.id).collect();
         let epochs: Vec<_> = items.iter().map(|i| i.epoch).collect();

@@ -3,6 +3,8 @@
 //! The rule: permits first, then at most as many rows as permits; one claim at a time; one deadline per cycle, ended early by any wake.
 //! The failures this prevents: leasing more than can start soon, waking a hundred times for one piece of news, and sleeping twice over.
 
+mod hears;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,10 +15,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::delivery::{Delivery, InFlight, Lease};
 use crate::instance::{Gate, InstanceId};
-use crate::message::{
-    Account, BeatNow, Dispatch, Drain, Drained, Evicted, Fence, GateChanged, HandBack, Observe, Pause,
-    RequestImmediatePoll, Resume, Unfence,
-};
+use crate::message::{BeatNow, Dispatch, Evicted, HandBack};
 use crate::options::Options;
 use crate::policy::lease::LeaseWindow;
 use crate::policy::poll::{PollCadence, Wait};
@@ -91,6 +90,8 @@ pub struct ClaimActor {
     rng: SmallRng,
     alarm: Alarm,
     gathering: Option<SpawnHandle>,
+    /// Numbers the waits for permits: the framework polls a cancelled one once more.
+    gatherings: u64,
     health: Health,
     counters: Counters,
     phase: Phase,
@@ -134,6 +135,7 @@ impl ClaimActor {
             store,
             alarm: Alarm::default(),
             gathering: None,
+            gatherings: 0,
             health: Health::default(),
             counters: Counters::default(),
             phase: Phase::Parked,
@@ -177,6 +179,7 @@ impl ClaimActor {
 
     fn park(&mut self, ctx: &mut Context<Self>) {
         self.alarm.clear(ctx);
+        self.gatherings += 1;
         if let Some(gathering) = self.gathering.take() {
             ctx.cancel_future(gathering);
         }
@@ -203,7 +206,11 @@ impl ClaimActor {
             }
             Some(gathered)
         };
-        self.gathering = Some(ctx.spawn(gathered.into_actor(self).map(|permits, act, ctx| {
+        let number = self.gatherings;
+        self.gathering = Some(ctx.spawn(gathered.into_actor(self).map(move |permits, act, ctx| {
+            if number != act.gatherings {
+                return;
+            }
             act.gathering = None;
             match permits {
                 Some(permits) if act.may_claim() => act.claim(permits, ctx),
@@ -408,122 +415,5 @@ impl ClaimActor {
             Phase::Claiming => "claiming",
             Phase::Asking => "asking for the next due time",
         }
-    }
-}
-
-impl Handler<RequestImmediatePoll> for ClaimActor {
-    type Result = ();
-
-    fn handle(&mut self, _: RequestImmediatePoll, ctx: &mut Self::Context) {
-        self.wake(ctx);
-    }
-}
-
-impl Handler<GateChanged> for ClaimActor {
-    type Result = ();
-
-    fn handle(&mut self, GateChanged(gate): GateChanged, ctx: &mut Self::Context) {
-        if gate == self.gate {
-            return;
-        }
-        self.gate = gate;
-        match gate {
-            Gate::Unavailable => self.was_down = true,
-            Gate::Available if self.was_down => {
-                self.was_down = false;
-                self.counters.reconnect_catch_up += 1;
-            }
-            Gate::Available | Gate::Unconfigured => {}
-        }
-        self.wake(ctx);
-    }
-}
-
-impl Handler<Fence> for ClaimActor {
-    type Result = ();
-
-    fn handle(&mut self, _: Fence, ctx: &mut Self::Context) {
-        self.fenced = true;
-        self.step(ctx);
-    }
-}
-
-impl Handler<Unfence> for ClaimActor {
-    type Result = ();
-
-    fn handle(&mut self, _: Unfence, ctx: &mut Self::Context) {
-        self.fenced = false;
-        self.wake(ctx);
-    }
-}
-
-impl Handler<Pause> for ClaimActor {
-    type Result = ();
-
-    fn handle(&mut self, _: Pause, ctx: &mut Self::Context) {
-        self.paused = true;
-        self.step(ctx);
-    }
-}
-
-impl Handler<Resume> for ClaimActor {
-    type Result = ();
-
-    fn handle(&mut self, _: Resume, ctx: &mut Self::Context) {
-        self.paused = false;
-        self.wake(ctx);
-    }
-}
-
-impl Handler<Evicted> for ClaimActor {
-    type Result = ();
-
-    fn handle(&mut self, _: Evicted, ctx: &mut Self::Context) {
-        self.fenced = true;
-        self.over = true;
-        self.step(ctx);
-    }
-}
-
-impl Handler<Drain> for ClaimActor {
-    type Result = ResponseFuture<Drained>;
-
-    /// Answers when no claim is under way: rows that still come are handed back, not run.
-    fn handle(&mut self, _: Drain, ctx: &mut Self::Context) -> Self::Result {
-        self.over = true;
-        let (drained, parked) = tokio::sync::oneshot::channel();
-        self.drain = Some(drained);
-        self.step(ctx);
-        let patience = Duration::from_secs(self.parts.options.dispatch.drain_deadline_seconds.into());
-        Box::pin(async move {
-            // Too late or superseded: what a lost claim has leased is handed back when the instance deregisters.
-            let _ = tokio::time::timeout(patience, parked).await;
-            Drained::default()
-        })
-    }
-}
-
-impl Handler<Observe> for ClaimActor {
-    type Result = MessageResult<Observe>;
-
-    fn handle(&mut self, _: Observe, _: &mut Self::Context) -> Self::Result {
-        let counters = &self.counters;
-        let account: Account = self.health.account(
-            "claim",
-            self.state(),
-            [
-                ("claims", counters.claims),
-                ("rows", counters.rows),
-                ("empty", counters.empty),
-                ("empty_polls_in_a_row", self.empty_polls.into()),
-                ("startup_catch_up", counters.startup_catch_up),
-                ("reconnect_catch_up", counters.reconnect_catch_up),
-                ("recovered", counters.recovered),
-                ("handed_back", counters.handed_back),
-                ("free_permits", self.parts.permits.available_permits() as u64),
-                ("in_flight", self.parts.in_flight.len() as u64),
-            ],
-        );
-        MessageResult(account)
     }
 }

@@ -20,8 +20,10 @@ pub mod dispatch;
 pub mod heartbeat;
 pub mod settle;
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::fmt::Display;
+use std::rc::Rc;
 use std::time::Duration;
 
 use actix::prelude::*;
@@ -34,9 +36,14 @@ pub(crate) fn now() -> std::time::Instant {
     Instant::now().into_std()
 }
 
-/// The one alarm of an actor.
+/// One alarm of an actor.
+///
+/// The framework polls a cancelled timer once more before it forgets it, so each setting has a number, and only the last one rings.
 #[derive(Debug, Default)]
-pub(crate) struct Alarm(Option<SpawnHandle>);
+pub(crate) struct Alarm {
+    handle: Option<SpawnHandle>,
+    setting: Rc<Cell<u64>>,
+}
 
 impl Alarm {
     /// Sets it anew, from now; an older setting is forgotten.
@@ -46,24 +53,30 @@ impl Alarm {
         F: FnOnce(&mut A, &mut Context<A>) + 'static,
     {
         self.clear(ctx);
-        self.0 = Some(ctx.run_later(after, ring));
+        let (current, mine) = (Rc::clone(&self.setting), self.setting.get());
+        self.handle = Some(ctx.run_later(after, move |actor, ctx| {
+            if current.get() == mine {
+                ring(actor, ctx);
+            }
+        }));
     }
 
     /// Forgets it.
     pub(crate) fn clear<A: Actor<Context = Context<A>>>(&mut self, ctx: &mut Context<A>) {
-        if let Some(handle) = self.0.take() {
+        self.setting.set(self.setting.get() + 1);
+        if let Some(handle) = self.handle.take() {
             ctx.cancel_future(handle);
         }
     }
 
     /// It rang.
     pub(crate) fn rang(&mut self) {
-        self.0 = None;
+        self.handle = None;
     }
 
     /// Whether it is set.
     pub(crate) fn is_set(&self) -> bool {
-        self.0.is_some()
+        self.handle.is_some()
     }
 }
 
@@ -138,5 +151,59 @@ mod tests {
         assert_eq!(told, [true, true, false, true, false, false, false, true, false]);
         health.well();
         assert!(health.wrong(&"x"));
+    }
+
+    #[cfg(feature = "testing")]
+    #[test]
+    fn an_alarm_that_was_set_anew_at_the_very_moment_it_was_due_does_not_ring() {
+        use crate::testing::in_virtual_time;
+
+        const PAUSE: Duration = Duration::from_millis(10);
+
+        #[derive(Message)]
+        #[rtype(result = "Vec<u128>")]
+        struct SetAnew;
+
+        struct Sleeper(Alarm, Instant, Vec<u128>);
+
+        impl Sleeper {
+            fn set(&mut self, ctx: &mut Context<Self>) {
+                self.0.set(ctx, PAUSE, |act, _| {
+                    act.0.rang();
+                    act.2.push(act.1.elapsed().as_millis());
+                });
+            }
+        }
+
+        impl Actor for Sleeper {
+            type Context = Context<Self>;
+
+            fn started(&mut self, ctx: &mut Self::Context) {
+                self.set(ctx);
+            }
+        }
+
+        impl Handler<SetAnew> for Sleeper {
+            type Result = Vec<u128>;
+
+            fn handle(&mut self, _: SetAnew, ctx: &mut Self::Context) -> Self::Result {
+                self.set(ctx);
+                self.2.clone()
+            }
+        }
+
+        in_virtual_time(async {
+            let due = tokio::time::sleep(PAUSE);
+            tokio::pin!(due);
+            // Registered before the alarm, so that the message is there when the alarm is due.
+            assert!(futures_util::poll!(&mut due).is_pending());
+            let sleeper = Sleeper(Alarm::default(), Instant::now(), Vec::new()).start();
+            due.await;
+            assert!(sleeper.send(SetAnew).await.expect("alive").is_empty());
+            tokio::time::sleep(PAUSE / 2).await;
+            assert!(sleeper.send(SetAnew).await.expect("alive").is_empty());
+            tokio::time::sleep(PAUSE * 2).await;
+            assert_eq!(sleeper.send(SetAnew).await.expect("alive"), [25]);
+        });
     }
 }

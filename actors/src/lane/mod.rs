@@ -8,5 +8,6 @@ mod crew;
 mod desk;
 mod unit;
 mod worker;
+mod yard;
 
 pub(crate) use crew::{Crew, CrewParts, Mode};

@@ -10,9 +10,9 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::incarnation::Exit;
+use super::lock;
 use super::spec::{AnySpec, Book, Child, Launched};
 use super::{Host, Spec};
-use crate::lock;
 
 /// How long a child may take to stop before it is ended without being asked.
 const STOP_GRACE: Duration = Duration::from_secs(5);

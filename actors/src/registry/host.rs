@@ -12,7 +12,7 @@ use actix_rt::ArbiterHandle;
 use tokio::sync::{oneshot, watch};
 
 use super::Placement;
-use crate::lock;
+use super::lock;
 
 /// Threads for actors.
 #[derive(Debug)]

@@ -52,7 +52,6 @@ struct Life<A: Actor<Context = Context<A>>> {
     future: Option<ContextFut<A, Context<A>>>,
     stop: Option<oneshot::Receiver<()>>,
     kill: Option<oneshot::Receiver<()>>,
-    ready: Option<Ready>,
     report: Report,
 }
 
@@ -69,8 +68,13 @@ pub(super) fn run<A: Actor<Context = Context<A>>>(
         Ok(newborn) => newborn,
         Err(panic) => return report.exit(Exit::Panicked(panic_text(&*panic))),
     };
-    let future = Context::with_receiver(mailbox).into_future(actor);
-    actix_rt::spawn(Life { future: Some(future), stop: Some(stop), kill: Some(kill), ready, report });
+    let mut ctx = Context::with_receiver(mailbox);
+    if let Some(ready) = ready {
+        // Polled for the first time when every wait of `started()` is over.
+        ctx.spawn(async move { ready.ready() }.into_actor(&actor));
+    }
+    let future = Some(ctx.into_future(actor));
+    actix_rt::spawn(Life { future, stop: Some(stop), kill: Some(kill), report });
 }
 
 impl<A: Actor<Context = Context<A>>> Life<A> {
@@ -107,14 +111,7 @@ impl<A: Actor<Context = Context<A>>> Future for Life<A> {
             future.ctx().terminate();
         }
         match catch_unwind(AssertUnwindSafe(|| Pin::new(&mut *future).poll(cx))) {
-            Ok(Poll::Pending) => {
-                if !future.ctx().waiting()
-                    && let Some(ready) = this.ready.take()
-                {
-                    ready.ready();
-                }
-                Poll::Pending
-            }
+            Ok(Poll::Pending) => Poll::Pending,
             Ok(Poll::Ready(())) => this.end(Exit::Stopped),
             Err(panic) => {
                 // Otherwise dropping the future would run `stopped()` on a broken actor.

@@ -27,3 +27,10 @@ pub enum Placement {
     /// On the thread that made the [`Host`].
     Current,
 }
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Locks, whoever panicked before: every critical section in this crate leaves its data whole.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

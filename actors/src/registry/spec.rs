@@ -11,8 +11,8 @@ use actix::prelude::*;
 use tokio::sync::{oneshot, watch};
 
 use super::incarnation::{self, Exit};
+use super::lock;
 use super::{Host, Placement};
-use crate::lock;
 
 /// Messages that may wait in a mailbox before senders who care have to wait too.
 const MAILBOX: usize = 64;

@@ -69,6 +69,7 @@ pub(super) struct Tally {
     pub(super) order_violations: u64,
     pub(super) streams: u64,
     pub(super) foreign: u64,
+    pub(super) died: u64,
 }
 
 impl Ledger {
@@ -153,6 +154,7 @@ impl Ledger {
             order_violations: self.order_violations,
             streams: used.len() as u64,
             foreign: self.foreign,
+            died: self.died.len() as u64,
         }
     }
 }

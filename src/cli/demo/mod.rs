@@ -2,7 +2,7 @@
 //!
 //! The rule: the demo uses what users use. It stores through the library, relays through `workpump relay` in processes of their own,
 //! and judges by the relayed lines alone. A database that is not its own is touched only in a schema of the run's own, which is
-//! dropped afterwards: no message of anybody else is ever relayed by a demo.
+//! dropped afterwards: no message of anybody else is ever relayed by a demo. (One that is killed leaves its schema, `workpump_demo_…`.)
 
 mod ledger;
 mod orders;
@@ -137,12 +137,7 @@ impl Scratch {
         if self.server.is_some() {
             return;
         }
-        let dropped = async {
-            let client = workpump::connect(&self.url).await?;
-            client.batch_execute(&format!("drop schema if exists {} cascade", self.schema)).await?;
-            Ok::<_, CliError>(())
-        };
-        if let Err(e) = dropped.await {
+        if let Err(e) = workpump::drop_schema(&self.url, &self.schema).await {
             complain(&format!("could not drop the schema {} of this run: {e}", self.schema));
         }
     }

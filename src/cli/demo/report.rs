@@ -6,7 +6,7 @@
 use std::fmt::Write;
 use std::time::Duration;
 
-use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressState, ProgressStyle};
 use serde_json::json;
 use uuid::Uuid;
 
@@ -45,11 +45,13 @@ impl Report {
             order_violations,
             streams,
             foreign: _,
+            died,
         } = self.tally;
         json!({
             "messages": self.messages,
             "streams": streams,
             "instances": self.instances,
+            "instances_died": died,
             "enqueued": enqueued,
             "processed": processed,
             "lost": lost,
@@ -67,8 +69,17 @@ impl Report {
     }
 
     pub(super) fn text(&self) -> String {
-        let Tally { enqueued, processed, lost, duplicates, redelivered, order_violations, streams, foreign } =
-            self.tally;
+        let Tally {
+            enqueued,
+            processed,
+            lost,
+            duplicates,
+            redelivered,
+            order_violations,
+            streams,
+            foreign,
+            died,
+        } = self.tally;
         let mut text =
             format!("{} messages, {streams} streams, {} instances\n", self.messages, self.instances);
         let mut row = |name: &str, count: u64, note: String| {
@@ -93,7 +104,14 @@ impl Report {
         row("lost", lost, String::new());
         row("duplicates", duplicates, String::new());
         row("out of order", order_violations, String::new());
-        row("redelivered", redelivered, "after an instance died".to_owned());
+        row(
+            "redelivered",
+            redelivered,
+            if redelivered > 0 { "after an instance died".to_owned() } else { String::new() },
+        );
+        if died > 0 {
+            row("died", died, "instances, before they were told to".to_owned());
+        }
         if foreign > 0 {
             row("foreign", foreign, "lines that are no message of this run".to_owned());
         }
@@ -154,10 +172,15 @@ impl Bars {
     }
 }
 
+/// indicatif's own shows four decimals.
+fn whole_rate(state: &ProgressState, text: &mut dyn Write) {
+    let _ = write!(text, "{:.0}/s", state.per_sec());
+}
+
 fn styled(length: u64, name: &str, unit: &str) -> ProgressBar {
     let bar = ProgressBar::new(length);
-    match ProgressStyle::with_template(&format!("{name} {{bar:40}} {unit} {{per_sec}}")) {
-        Ok(style) => bar.with_style(style),
+    match ProgressStyle::with_template(&format!("{name} {{bar:40}} {unit} {{rate}}")) {
+        Ok(style) => bar.with_style(style.with_key("rate", whole_rate)),
         Err(_) => bar,
     }
 }

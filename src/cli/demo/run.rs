@@ -54,6 +54,7 @@ struct Progress {
 impl Run {
     pub(super) async fn start(url: &str, schema: &str, instances: u32) -> Result<Self, CliError> {
         let relays = Relays::start(url, schema, instances).await?;
+        tracing::debug!(instances, "instances are up");
         Ok(Self { url: url.to_owned(), schema: schema.to_owned(), instances, relays })
     }
 

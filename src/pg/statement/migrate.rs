@@ -89,6 +89,11 @@ pub(crate) fn ledger_name(schema: &SchemaName) -> String {
 pub(crate) const EXISTS: &str = "select exists (select 1 from pg_catalog.pg_namespace n where n.nspname = $1), \
      pg_catalog.to_regclass($2) is not null";
 
+/// Drops a schema and all that is in it.
+pub(crate) fn drop_schema(schema: &SchemaName) -> String {
+    format!("drop schema if exists {} cascade", schema.identifier())
+}
+
 /// The whole ledger.
 pub(crate) fn read_ledger(schema: &SchemaName) -> String {
     format!("select name, checksum, min_library from {} order by name", ledger_name(schema))

@@ -18,7 +18,10 @@ pub(crate) fn claim(schema: &SchemaName) -> String {
 /// `$1` instance, then arrays: `$2` categories, `$3` ids, `$4` epochs, `$5` verdicts, `$6` pauses in milliseconds, `$7` reasons,
 /// `$8` errors; `$9` keep completed rows.
 pub(crate) fn settle(schema: &SchemaName) -> String {
-    format!("SELECT category, work_id FROM {}.settle_work($1, $2, $3, $4, $5, $6, $7, $8, $9)", schema.identifier())
+    format!(
+        "SELECT category, work_id FROM {}.settle_work($1, $2, $3, $4, $5, $6, $7, $8, $9)",
+        schema.identifier()
+    )
 }
 
 /// Hands back up to 1 000 rows that are leased to `$1` and not among `$2` (ids) with `$3` (epochs).

@@ -1,0 +1,136 @@
+//! What the claiming actor hears.
+//!
+//! The rule: a message only notes what it says, in a flag or a state, and lets the cycle decide. The failure this prevents: a hundred
+//! wakes that become a hundred claims.
+
+use std::time::Duration;
+
+use actix::prelude::*;
+
+use super::ClaimActor;
+use crate::instance::Gate;
+use crate::message::{
+    Account, Drain, Drained, Evicted, Fence, GateChanged, Observe, Pause, RequestImmediatePoll, Resume,
+    Unfence,
+};
+
+/// How long a drain waits for a claim under way at most.
+const CLAIM_PATIENCE: Duration = Duration::from_secs(10);
+
+impl Handler<RequestImmediatePoll> for ClaimActor {
+    type Result = ();
+
+    fn handle(&mut self, _: RequestImmediatePoll, ctx: &mut Self::Context) {
+        self.wake(ctx);
+    }
+}
+
+impl Handler<GateChanged> for ClaimActor {
+    type Result = ();
+
+    fn handle(&mut self, GateChanged(gate): GateChanged, ctx: &mut Self::Context) {
+        if gate == self.gate {
+            return;
+        }
+        self.gate = gate;
+        match gate {
+            Gate::Unavailable => self.was_down = true,
+            Gate::Available if self.was_down => {
+                self.was_down = false;
+                self.counters.reconnect_catch_up += 1;
+            }
+            Gate::Available | Gate::Unconfigured => {}
+        }
+        self.wake(ctx);
+    }
+}
+
+impl Handler<Fence> for ClaimActor {
+    type Result = ();
+
+    fn handle(&mut self, _: Fence, ctx: &mut Self::Context) {
+        self.fenced = true;
+        self.step(ctx);
+    }
+}
+
+impl Handler<Unfence> for ClaimActor {
+    type Result = ();
+
+    fn handle(&mut self, _: Unfence, ctx: &mut Self::Context) {
+        self.fenced = false;
+        self.wake(ctx);
+    }
+}
+
+impl Handler<Pause> for ClaimActor {
+    type Result = ();
+
+    fn handle(&mut self, _: Pause, ctx: &mut Self::Context) {
+        self.paused = true;
+        self.step(ctx);
+    }
+}
+
+impl Handler<Resume> for ClaimActor {
+    type Result = ();
+
+    fn handle(&mut self, _: Resume, ctx: &mut Self::Context) {
+        self.paused = false;
+        self.wake(ctx);
+    }
+}
+
+impl Handler<Evicted> for ClaimActor {
+    type Result = ();
+
+    fn handle(&mut self, _: Evicted, ctx: &mut Self::Context) {
+        self.fenced = true;
+        self.over = true;
+        self.step(ctx);
+    }
+}
+
+impl Handler<Drain> for ClaimActor {
+    type Result = ResponseFuture<Drained>;
+
+    /// Answers when no claim is under way: rows that still come are handed back, not run.
+    fn handle(&mut self, _: Drain, ctx: &mut Self::Context) -> Self::Result {
+        self.over = true;
+        let (drained, parked) = tokio::sync::oneshot::channel();
+        self.drain = Some(drained);
+        self.step(ctx);
+        let patience = Duration::from_secs(self.parts.options.dispatch.drain_deadline_seconds.into());
+        let patience = patience.min(CLAIM_PATIENCE);
+        Box::pin(async move {
+            // Too late or superseded: what a lost claim has leased is handed back when the instance deregisters.
+            let _ = tokio::time::timeout(patience, parked).await;
+            Drained::default()
+        })
+    }
+}
+
+impl Handler<Observe> for ClaimActor {
+    type Result = MessageResult<Observe>;
+
+    fn handle(&mut self, _: Observe, _: &mut Self::Context) -> Self::Result {
+        let counters = &self.counters;
+        let account: Account = self.health.account(
+            "claim",
+            self.state(),
+            [
+                ("claims", counters.claims),
+                ("rows", counters.rows),
+                ("empty", counters.empty),
+                ("empty_polls_in_a_row", self.empty_polls.into()),
+                ("startup_catch_up", counters.startup_catch_up),
+                ("reconnect_catch_up", counters.reconnect_catch_up),
+                ("recovered", counters.recovered),
+                ("handed_back", counters.handed_back),
+                ("free_permits", self.parts.permits.available_permits() as u64),
+                ("in_flight", self.parts.in_flight.len() as u64),
+            ],
+        );
+        MessageResult(account)
+    }
+}

@@ -1,0 +1,285 @@
+//! Where lanes wait for a worker.
+//!
+//! The rule: an order key is in one place only. While a lane of it runs, rows claimed later wait behind it, even when they come from a
+//! newer claim of the very same row. The failure this prevents: a retry that overlaps the first attempt because only the lease, and not
+//! the code, had ended.
+
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crate::delivery::Delivery;
+use crate::lock;
+use crate::work::{Category, OrderKey};
+
+use super::crew::{Crew, Mode};
+use super::unit::{Lane, Unit};
+use super::worker;
+
+/// Everything that was not started, and who is looking for it.
+#[derive(Default)]
+pub(super) struct Yard {
+    queue: VecDeque<Unit>,
+    lanes: HashMap<OrderKey, ActiveLane>,
+    /// Unordered rows whose older claim is still running here.
+    parked: Vec<Delivery>,
+    workers: usize,
+    batches: u64,
+}
+
+/// An order key that is queued or running.
+struct ActiveLane {
+    /// In which batch, and where in it, the lane is being put together.
+    batch: u64,
+    index: usize,
+    /// Rows claimed later.
+    waiting: VecDeque<Delivery>,
+}
+
+impl Crew {
+    /// Takes rows in hand and starts them.
+    pub(crate) fn accept(self: &Arc<Self>, deliveries: Vec<Delivery>) {
+        self.in_hand.fetch_add(deliveries.len(), Ordering::AcqRel);
+        match self.mode() {
+            Mode::Run | Mode::Held => self.enqueue(deliveries),
+            Mode::Draining => self.release(deliveries),
+            Mode::Dead => self.forget(deliveries),
+        }
+    }
+
+    /// Takes rows in hand only to hand them back.
+    pub(crate) fn hand_back(self: &Arc<Self>, deliveries: Vec<Delivery>) {
+        self.in_hand.fetch_add(deliveries.len(), Ordering::AcqRel);
+        if self.mode() == Mode::Dead { self.forget(deliveries) } else { self.release(deliveries) }
+    }
+
+    fn enqueue(self: &Arc<Self>, deliveries: Vec<Delivery>) {
+        let mut fresh: Vec<(Category, Lane)> = Vec::with_capacity(deliveries.len());
+        {
+            let mut yard = lock(&self.yard);
+            yard.batches += 1;
+            let batch = yard.batches;
+            for delivery in deliveries {
+                let category = delivery.work().key.category;
+                let Some(key) = delivery.order_key() else {
+                    if delivery.came_while_held() && self.in_flight.overlaps(&delivery.work().key) {
+                        self.counters.overlapping.add(1);
+                        yard.parked.push(delivery);
+                    } else {
+                        fresh.push((category, Lane::new(None, delivery)));
+                    }
+                    continue;
+                };
+                match yard.lanes.entry(key) {
+                    Entry::Vacant(entry) => {
+                        let key = entry.key().clone();
+                        entry.insert(ActiveLane { batch, index: fresh.len(), waiting: VecDeque::new() });
+                        fresh.push((category, Lane::new(Some(key), delivery)));
+                    }
+                    Entry::Occupied(entry) if entry.get().batch == batch => {
+                        fresh[entry.get().index].1.rows.push_back(delivery);
+                    }
+                    Entry::Occupied(mut entry) => {
+                        self.counters.overlapping.add(1);
+                        entry.get_mut().waiting.push_back(delivery);
+                    }
+                }
+            }
+        }
+        self.queue(fresh);
+    }
+
+    /// Makes units of lanes and puts them into the queue.
+    fn queue(self: &Arc<Self>, lanes: Vec<(Category, Lane)>) {
+        let mut units = Vec::with_capacity(lanes.len());
+        let mut packs: [Vec<Lane>; 4] = Default::default();
+        for (category, lane) in lanes {
+            match self.batch_limit(category) {
+                1 => units.push(Unit::single(self, category, lane)),
+                _ => packs[category as usize].push(lane),
+            }
+        }
+        for (category, lanes) in Category::ALL.into_iter().zip(packs) {
+            self.pack(category, lanes, &mut units);
+        }
+        lock(&self.yard).queue.extend(units);
+        self.serve_queue();
+    }
+
+    /// Does with the queue what the mode asks for. Called after every push, so that nothing is left behind by a mode that changed
+    /// meanwhile.
+    fn serve_queue(self: &Arc<Self>) {
+        match self.mode() {
+            Mode::Run => self.hire(),
+            Mode::Held => {}
+            Mode::Draining => self.release_unstarted(),
+            Mode::Dead => self.forget_unstarted(),
+        }
+    }
+
+    /// Packs whole lanes together until a batch is full. A lane longer than a batch goes alone, batch after batch.
+    fn pack(self: &Arc<Self>, category: Category, lanes: Vec<Lane>, units: &mut Vec<Unit>) {
+        let limit = self.batch_limit(category);
+        let mut pack: Vec<Lane> = Vec::new();
+        let mut rows = 0;
+        for lane in lanes {
+            if rows > 0 && rows + lane.rows.len() > limit {
+                units.push(Unit::packed(self, category, std::mem::take(&mut pack), limit));
+                rows = 0;
+            }
+            rows += lane.rows.len();
+            pack.push(lane);
+        }
+        if !pack.is_empty() {
+            units.push(Unit::packed(self, category, pack, limit));
+        }
+    }
+
+    fn batch_limit(&self, category: Category) -> usize {
+        self.runner(category).map_or(1, |runner| runner.max_batch().max(1))
+    }
+
+    /// Sends for as many workers as there is work and threads for.
+    pub(crate) fn hire(self: &Arc<Self>) {
+        let hired = {
+            let mut yard = lock(&self.yard);
+            if self.mode() != Mode::Run {
+                return;
+            }
+            let hired = yard.queue.len().min(self.threads.saturating_sub(yard.workers));
+            yard.workers += hired;
+            hired
+        };
+        for _ in 0..hired {
+            self.handlers().spawn(worker::work(worker::Hired::new(self)));
+        }
+    }
+
+    /// The next unit, or `None`: then the worker has left.
+    pub(crate) fn next_unit(&self) -> Option<Unit> {
+        let mut yard = lock(&self.yard);
+        let unit = if self.mode() == Mode::Run { yard.queue.pop_front() } else { None };
+        if unit.is_none() {
+            yard.workers -= 1;
+        }
+        unit
+    }
+
+    /// A worker was dropped before it could leave.
+    pub(crate) fn worker_lost(&self) {
+        lock(&self.yard).workers -= 1;
+    }
+
+    /// How many workers are at work.
+    pub(crate) fn workers(&self) -> usize {
+        lock(&self.yard).workers
+    }
+
+    /// Puts a unit back to the front, because nothing may start now.
+    pub(crate) fn put_back(self: &Arc<Self>, unit: Unit) {
+        lock(&self.yard).queue.push_front(unit);
+        self.serve_queue();
+    }
+
+    /// The lane of this key is over: rows that waited behind it are next.
+    pub(crate) fn lane_done(self: &Arc<Self>, key: OrderKey) {
+        let waiting = {
+            let mut yard = lock(&self.yard);
+            let waiting = yard.lanes.get_mut(&key).map(|lane| std::mem::take(&mut lane.waiting));
+            if waiting.as_ref().is_none_or(VecDeque::is_empty) {
+                yard.lanes.remove(&key);
+            }
+            waiting.unwrap_or_default()
+        };
+        if waiting.is_empty() {
+            return;
+        }
+        let category = key.category;
+        match self.mode() {
+            Mode::Run | Mode::Held => self.queue(vec![(category, Lane { key: Some(key), rows: waiting })]),
+            Mode::Draining => {
+                lock(&self.yard).lanes.remove(&key);
+                self.release(waiting);
+            }
+            Mode::Dead => {
+                lock(&self.yard).lanes.remove(&key);
+                self.forget(waiting);
+            }
+        }
+    }
+
+    /// Starts unordered rows whose older claim has ended meanwhile. Returns whether some still wait.
+    pub(crate) fn retry_parked(self: &Arc<Self>) -> bool {
+        let (free, waits) = {
+            let mut yard = lock(&self.yard);
+            let (waits, free): (Vec<_>, Vec<_>) = std::mem::take(&mut yard.parked)
+                .into_iter()
+                .partition(|row| self.in_flight.overlaps(&row.work().key));
+            yard.parked = waits;
+            (free, !yard.parked.is_empty())
+        };
+        if !free.is_empty() {
+            let lane = |row: Delivery| (row.work().key.category, Lane::new(None, row));
+            self.queue(free.into_iter().map(lane).collect());
+        }
+        waits
+    }
+
+    /// Hands back everything that was not started.
+    pub(crate) fn release_unstarted(self: &Arc<Self>) {
+        let (units, rows) = self.take_unstarted();
+        for mut unit in units {
+            unit.release_rest();
+        }
+        self.release(rows);
+    }
+
+    /// Gives up everything that was not started.
+    pub(crate) fn forget_unstarted(self: &Arc<Self>) {
+        let (units, rows) = self.take_unstarted();
+        drop(units);
+        self.forget(rows);
+    }
+
+    fn take_unstarted(&self) -> (VecDeque<Unit>, Vec<Delivery>) {
+        let mut yard = lock(&self.yard);
+        let mut rows = std::mem::take(&mut yard.parked);
+        for lane in yard.lanes.values_mut() {
+            rows.extend(lane.waiting.drain(..));
+        }
+        (std::mem::take(&mut yard.queue), rows)
+    }
+
+    /// Gives up rows that were not started before their deadline, so that they do not hold permits until a thread or a stuck stream is
+    /// free.
+    pub(crate) fn sweep_expired(self: &Arc<Self>) {
+        let (mut units, parked, waiting) = {
+            let mut yard = lock(&self.yard);
+            let expired =
+                |lane: &&mut ActiveLane| lane.waiting.front().is_some_and(|row| !Self::may_start(row));
+            let waiting: Vec<_> = yard
+                .lanes
+                .values_mut()
+                .filter(expired)
+                .map(|lane| std::mem::take(&mut lane.waiting))
+                .collect();
+            (std::mem::take(&mut yard.queue), std::mem::take(&mut yard.parked), waiting)
+        };
+        for mut rows in waiting {
+            self.stop_lane(&mut rows);
+        }
+        for unit in &mut units {
+            unit.drop_expired();
+        }
+        let (alive, expired): (Vec<_>, Vec<_>) = parked.into_iter().partition(Self::may_start);
+        self.expire(expired);
+        {
+            let mut yard = lock(&self.yard);
+            yard.parked.extend(alive);
+            units.append(&mut yard.queue);
+            yard.queue = units;
+        }
+        self.serve_queue();
+    }
+}

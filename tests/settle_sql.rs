@@ -1,0 +1,13 @@
+//! `settle_work` on a real server: only the holder of a claim changes anything, and a whole flush is one call.
+#![allow(clippy::print_stdout, reason = "figures are printed for the reader of a test run")]
+
+mod common;
+#[path = "common/work.rs"]
+mod work;
+
+#[path = "settle/deadlock.rs"]
+mod deadlock;
+#[path = "settle/fencing.rs"]
+mod fencing;
+#[path = "settle/verdicts.rs"]
+mod verdicts;
