@@ -56,9 +56,13 @@ do $wh$
 declare
     v_template constant text := $wh_template$
 create function @ns@.wh_release_@category@(p_instance uuid, p_max_rows int, p_crashed boolean) returns int
-language plpgsql set search_path = pg_catalog, @ns@, pg_temp set plan_cache_mode = force_custom_plan as $wh_body$
+language plpgsql set search_path = pg_catalog, @ns@, pg_temp
+-- Walks along indexes, whatever the statistics say: a thousand ids of a table full of leases make the planner read the whole table.
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off
+set plan_cache_mode = force_generic_plan
+as $wh_body$
 declare
-    v_ids uuid[];
+    v_unharmed uuid[];
     v_crashed uuid[];
 begin
     with held as materialized (
@@ -69,27 +73,27 @@ begin
         limit p_max_rows
         for update skip locked
     )
-    select array_agg(h.id),
-        array_agg(h.id) filter (where p_crashed
+    select array_agg(j.id) filter (where not j.crashed), array_agg(j.id) filter (where j.crashed)
+    into v_unharmed, v_crashed
+    from (
+        select h.id, p_crashed
             and not exists (select 1 from @ns@.@table@ w
                 where @same_key@ and w.seq < h.seq and w.@done@ is null and w.claimable_at is null)
             and not exists (select 1 from @ns@.@table@ w
                 where @same_key@ and w.seq < h.seq and w.@done@ is null and w.instance_id is not null and w.stream_id is not null)
             and not exists (select 1 from @ns@.@table@ w
                 where @same_key@ and w.seq < h.seq and w.@done@ is null and w.instance_id is null and w.claimable_at is not null
-                    and w.stream_id is not null))
-    into v_ids, v_crashed
-    from held h;
-    if v_ids is null then
-        return 0;
-    end if;
-    update @ns@.@table@ w set instance_id = null, lease_expiry = null where w.@id@ = any (v_ids) and w.@id@ <> all (coalesce(v_crashed, '{}'));
+                    and w.stream_id is not null) as crashed
+        from held h
+        offset 0
+    ) j;
+    update @ns@.@table@ w set instance_id = null, lease_expiry = null where w.@id@ = any (v_unharmed);
     update @ns@.@table@ w
     set instance_id = null, lease_expiry = null, crash_count = w.crash_count + 1,
         failure_reason = case when w.error is null then 6 else w.failure_reason end,
         error = coalesce(w.error, 'abandoned: instance ' || p_instance || ' ended while it held this row')
     where w.@id@ = any (v_crashed);
-    return cardinality(v_ids);
+    return coalesce(cardinality(v_unharmed), 0) + coalesce(cardinality(v_crashed), 0);
 end $wh_body$$wh_template$;
     v_row record;
 begin
@@ -115,7 +119,8 @@ end $wh$;
 -- back. Refused before T1: a member that still claims would retake the rows. When nothing is left and no producer is open that counted
 -- on this instance to look again (the arm lock, see doorbells), `released_at` is set. Two callers never work on the same tombstone.
 create function @schema@.wh_release_instance(p_instance uuid, p_max_rows int default 1000) returns int
-language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
+language plpgsql set search_path = pg_catalog, @schema@, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set jit = off as $wh$
 declare
     v_tombstone @schema@.wh_instance_evictions;
     v_crashed boolean;

@@ -51,7 +51,7 @@ begin
     select distinct case when a.assigned_instance_id = any (p_takers) then a.assigned_instance_id
         else p_takers[1 + @schema@.compute_partition(s.id, 10000) % cardinality(p_takers)] end
     from unnest(p_stream_ids) s (id)
-    left join @schema@.wh_active_streams a on a.stream_id = s.id
+    left join lateral (select * from @schema@.wh_active_streams k where k.stream_id = s.id offset 0) a on true
     where s.id is not null;
 end $wh$;
 
@@ -120,7 +120,11 @@ return pg_catalog.hashtextextended('workpump affinity ' || @schema_text@, @schem
 --
 -- It is paid for at every INSERT, hence few statements and no calls: wh_takers, wh_route and wh_ring are spelled out.
 create function @schema@.wh_work_arrived() returns trigger
-language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
+language plpgsql set search_path = pg_catalog, @schema@, pg_temp
+-- A probe per stream, always: a plan made for a thousand rows, or for an empty table, would read the whole table for each single row.
+-- Without jit: a scan ruled out by its cost would be compiled at every call.
+set enable_seqscan = off set jit = off
+as $wh$
 declare
     v_now constant timestamptz := clock_timestamp();
     v_ordered boolean;
@@ -159,7 +163,8 @@ begin
             case when not s.due then null
                 when a.assigned_instance_id = any (v_takers) then a.assigned_instance_id
                 else v_takers[1 + @schema@.compute_partition(s.id, 10000) % cardinality(v_takers)] end as target
-        from stream s left join @schema@.wh_active_streams a on a.stream_id = s.id
+        from stream s
+        left join lateral (select * from @schema@.wh_active_streams k where k.stream_id = s.id offset 0) a on true
     )
     select (select array_agg(k.id) from known k where k.missing),
         (select array_agg(d.target) from (select distinct k.target from known k where k.target is not null) d

@@ -155,7 +155,8 @@ do $wh$
 declare
     v_template constant text := $wh_template$
 create function @ns@.@function@(p_messages jsonb) returns table (@id@ uuid, is_new boolean)
-language plpgsql set search_path = pg_catalog, @ns@, pg_temp as $wh_body$
+language plpgsql set search_path = pg_catalog, @ns@, pg_temp
+set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off as $wh_body$
 #variable_conflict use_column
 declare
     v_wrong boolean := true;
