@@ -3,11 +3,17 @@
 mod common;
 
 use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::SystemTime;
 
+use common::wait::eventually;
 use serde_json::json;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+use tokio_postgres::types::Type;
 use uuid::Uuid;
-use workpump::{Failure, NewOutbox, Options, OutboxMessage, Outcome, Producer, Publisher, WorkPump};
+use workpump::{
+    Failure, NewOutbox, Options, OutboxMessage, Outcome, Producer, Publisher, RequestImmediatePoll, WorkPump,
+};
 
 /// Tells the test what was published.
 struct Teller(UnboundedSender<OutboxMessage>);
@@ -70,4 +76,95 @@ async fn what_commits_is_published_in_stream_order_by_several_pumps() {
     let status = workpump::status(database.url(), "public").await.unwrap();
     assert_eq!(status.categories.iter().map(workpump::CategoryStatus::depth).sum::<i64>(), 0);
     assert!(status.instances.is_empty(), "drained instances are no members: {:?}", status.instances);
+}
+
+#[tokio::test]
+async fn a_request_for_an_immediate_poll_beats_any_interval() {
+    let database = common::database().await;
+    let client = database.connect().await;
+    let mut options = Options::default();
+    options.claim.polling_interval_milliseconds = 3_600_000;
+    options.claim.polling_max_interval_milliseconds = 3_600_000;
+    let (told, mut telling) = unbounded_channel();
+    let pump =
+        WorkPump::builder(database.url()).options(options).publisher(Teller(told)).start().await.unwrap();
+    let poll = pump.registry().recipient::<RequestImmediatePoll>().expect("somebody polls");
+    for number in 0..3 {
+        let message = NewOutbox::new("note", &number);
+        let stored = pump.producer().outbox(&client, &[message]).await.unwrap();
+        poll.send(RequestImmediatePoll).await.unwrap();
+        assert_eq!(telling.recv().await.unwrap().message_id, stored.stored[0].message_id);
+    }
+    pump.drain().await;
+}
+
+#[tokio::test]
+async fn a_scheduled_message_waits_for_its_time_and_its_stream_waits_with_it() {
+    let database = common::database().await;
+    let client = database.connect().await;
+    let due: SystemTime =
+        client.query_typed_one("select clock_timestamp() + interval '1 second'", &[]).await.unwrap().get(0);
+    let stream = Uuid::from_u128(5);
+    let messages = [
+        NewOutbox::new("later", &1).stream(stream).scheduled_for(due),
+        NewOutbox::new("behind", &2).stream(stream),
+        NewOutbox::new("free", &3),
+    ];
+    let _ = Producer::new("public").unwrap().outbox(&client, &messages).await.unwrap();
+    let (told, mut telling) = unbounded_channel();
+    let pump =
+        WorkPump::builder(database.url()).options(quick()).publisher(Teller(told)).start().await.unwrap();
+    let mut order = Vec::new();
+    for _ in 0..3 {
+        order.push(telling.recv().await.unwrap().message_type.to_string());
+    }
+    assert_eq!(order, ["free", "later", "behind"]);
+    let now_due =
+        client.query_typed_one("select clock_timestamp() >= $1", &[(&due, Type::TIMESTAMPTZ)]).await.unwrap();
+    assert!(now_due.get::<_, bool>(0), "not before its time");
+    pump.drain().await;
+}
+
+#[tokio::test]
+async fn what_a_drain_did_not_start_is_free_at_once_and_was_not_charged() {
+    let database = common::database().await;
+    let client = database.connect().await;
+    let messages: Vec<_> = (0..100).map(|n| NewOutbox::new("slow", &n).stream(Uuid::from_u128(9))).collect();
+    let _ = Producer::new("public").unwrap().outbox(&client, &messages).await.unwrap();
+    let (told, mut telling) = unbounded_channel();
+    let (go, gate) = tokio::sync::watch::channel(false);
+    let publisher = Gated { told, gate };
+    let pump = WorkPump::builder(database.url()).options(quick()).publisher(publisher).start().await.unwrap();
+    assert!(telling.recv().await.is_some(), "one is running, 99 wait behind it");
+    let pump = Arc::new(pump);
+    let draining = tokio::spawn({
+        let pump = Arc::clone(&pump);
+        async move { pump.drain().await }
+    });
+    eventually("the rows that were not started are handed back", async || {
+        let free = "select count(*) = 99 from wh_outbox where instance_id is null and attempts = 0";
+        client.query_typed_one(free, &[]).await.unwrap().get(0)
+    })
+    .await;
+    go.send(true).unwrap();
+    let report = draining.await.unwrap();
+    let left = client
+        .query_typed_one("select count(*), count(*) filter (where attempts = 0) from wh_outbox", &[])
+        .await;
+    let left = left.unwrap();
+    assert_eq!((left.get::<_, i64>(0), left.get::<_, i64>(1)), (99, 99), "{report:?}");
+}
+
+/// Publishes once the gate is open.
+struct Gated {
+    told: UnboundedSender<Uuid>,
+    gate: tokio::sync::watch::Receiver<bool>,
+}
+
+impl Publisher for Gated {
+    async fn publish_one(&self, message: &OutboxMessage) -> Outcome {
+        let _ = self.told.send(message.message_id);
+        let _ = self.gate.clone().wait_for(|open| *open).await;
+        Ok(())
+    }
 }

@@ -29,7 +29,7 @@ const fn planted(
     Mutation { name, overlapping: false, claimers: 4, slowly: false, functions, from, to }
 }
 
-const CLAIM: &str = "^claim_orphaned_";
+const CLAIM: &str = "^wh_claim_";
 const READ: &str = "^wh_lock_runs_";
 const WALK_AND_READ: &str = "^wh_(walk|lock_runs)_";
 const PROMOTE: &str = "^wh_promote_";
