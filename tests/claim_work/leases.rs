@@ -230,7 +230,10 @@ async fn a_claim_prefers_its_own_streams_but_leaves_none_without_a_taker() {
     let own = first.iter().filter(|id| mine.contains(id)).count();
     assert_eq!(first.len(), 20);
     // A share of 5 first and the 15 left over then: half of each, rounded down, so that a cap of one row starves nobody.
-    assert!(own >= 2 + 7, "half of a claim is for one's own streams, the rest for whoever is next: {own} of 20");
+    assert!(
+        own >= 2 + 7,
+        "half of a claim is for one's own streams, the rest for whoever is next: {own} of 20"
+    );
     assert_eq!(db.claim(&Claim::of(one)).await.len(), 20, "nobody else came");
 }
 
