@@ -117,7 +117,7 @@ impl Bench {
         self.client
             .batch_execute(
                 "drop table if exists ceiling; create table ceiling (id uuid primary key, seq bigint generated always as identity, \
-                 payload jsonb not null, owner uuid, lease timestamptz); create index on ceiling (lease nulls first, seq)",
+                 payload jsonb not null, owner uuid, lease timestamptz); create index on ceiling (lease, seq)",
             )
             .await
             .expect("table");
