@@ -170,7 +170,7 @@ impl DispatchActor {
         }
     }
 
-    /// Tells handlers whose lease is about to end to stop, and gives up rows that were not started in time.
+    /// Tells handlers whose lease is about to end to stop, and hands back rows that were not started in time.
     fn enforce_deadlines(&mut self) {
         let now = now();
         while self.leases.front().is_some_and(|lease| lease.window().deadline() <= now) {
@@ -337,6 +337,7 @@ impl Handler<Observe> for DispatchActor {
                 ("released", counters.released.get()),
                 ("cancelled_at_deadline", self.cancelled),
                 ("late_results", counters.late.get()),
+                ("late_unstarted", counters.unstarted.get()),
                 ("expired_unstarted", counters.expired.get()),
                 ("abandoned", counters.abandoned.get()),
                 ("overlapping", counters.overlapping.get()),
