@@ -159,6 +159,8 @@ impl ClaimActor {
             && !self.fenced
             && !self.paused
             && !self.over
+            // The news that it has ended may still be on its way.
+            && self.parts.dispatch.connected()
     }
 
     fn wake(&mut self, ctx: &mut Context<Self>) {

@@ -14,7 +14,9 @@ use tokio::time::Instant;
 use crate::delivery::{InFlight, Lease};
 use crate::instance::InstanceId;
 use crate::lane::{Crew, CrewParts, Mode};
-use crate::message::{Account, Dispatch, Drain, Drained, Evicted, Fence, HandBack, Observe, Settle, Unfence};
+use crate::message::{
+    Account, Dispatch, Drain, Drained, Evicted, Fence, Halt, HandBack, Observe, Settle, Unfence,
+};
 use crate::options::DispatchOptions;
 use crate::policy::retry::RetryPolicy;
 use crate::runner::Runner;
@@ -248,6 +250,16 @@ impl Handler<Unfence> for DispatchActor {
     fn handle(&mut self, _: Unfence, ctx: &mut Self::Context) {
         self.crew.set_mode(Mode::Run);
         self.keep_round(true, ctx);
+    }
+}
+
+impl Handler<Halt> for DispatchActor {
+    type Result = ();
+
+    fn handle(&mut self, _: Halt, _: &mut Self::Context) {
+        self.crew.set_mode(Mode::Draining);
+        self.crew.release_unstarted();
+        self.fetch();
     }
 }
 

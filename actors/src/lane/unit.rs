@@ -5,10 +5,10 @@
 
 use std::sync::Arc;
 
-use crate::delivery::{Delivery, Running, Settlement};
+use crate::delivery::{Running, Settlement};
 use crate::port::Verdict;
 use crate::runner::Failure;
-use crate::work::{Category, OrderKey};
+use crate::work::Category;
 
 use super::Crew;
 use super::attempt::{Answer, Attempt, Rows};
