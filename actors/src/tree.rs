@@ -72,8 +72,8 @@ struct Readiness {
 }
 
 impl Readiness {
-    fn end(&self) -> bool {
-        !self.ended.swap(true, Ordering::AcqRel)
+    fn end(&self) {
+        self.ended.store(true, Ordering::Release);
     }
 
     fn is_ready(&self) -> bool {

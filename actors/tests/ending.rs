@@ -4,11 +4,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
+use workpump_actors::instance::AliveLock;
+use workpump_actors::message::AliveLockChanged;
 use workpump_actors::options::Options;
 use workpump_actors::registry::Host;
 use workpump_actors::runner::{Failure, Job, Runner};
-use workpump_actors::testing::{FakeStore, Op, Row, engine_parts, in_virtual_time, quiesce};
+use workpump_actors::testing::{FakeStore, Op, Row, engine_parts, in_virtual_time, quiesce, runner};
 use workpump_actors::tree::Engine;
 use workpump_actors::work::Category;
 
@@ -41,5 +43,33 @@ fn an_engine_whose_dispatcher_has_ended_claims_nothing_any_more() {
         assert_eq!(store.count(Op::Claim), claims);
         engine.drain().await;
         assert_eq!(store.leased(), 0, "leaving hands back what nobody can run");
+    });
+}
+
+#[test]
+fn an_eviction_during_a_drain_reaches_everyone() {
+    in_virtual_time(async {
+        let store = FakeStore::new();
+        store.insert(Row::default());
+        let patient = runner(1, |job: Job| async move {
+            job.cancel.cancelled().await;
+            Ok(())
+        });
+        let parts = engine_parts(Options::default(), &store, vec![(Category::Inbox, patient)]);
+        let instance = parts.identity.id;
+        let engine = Arc::new(Engine::start_on(parts, Host::current()).await.expect("starts"));
+        store.called(Op::Claim, 1).await;
+        quiesce().await;
+        let before = Instant::now();
+        let draining = Arc::clone(&engine);
+        let drain = tokio::task::spawn_local(async move { draining.drain().await });
+        sleep(Duration::from_secs(1)).await;
+        store.evict(instance);
+        engine.recipient::<AliveLockChanged>().expect("provided").do_send(AliveLockChanged(AliveLock::Held));
+        let report = drain.await.expect("not aborted");
+        assert!(before.elapsed() < Duration::from_secs(5), "{:?}", before.elapsed());
+        assert!(!report.deregistered);
+        assert!(store.settled().is_empty(), "nothing is written under a burnt id");
+        assert_eq!(store.count(Op::Settle), 0);
     });
 }
