@@ -112,13 +112,19 @@ impl fmt::Debug for Slot {
 pub struct Lease {
     window: LeaseWindow,
     cancel: CancellationToken,
+    ended: CancellationToken,
     running: AtomicU32,
 }
 
 impl Lease {
     /// A lease of this length.
     pub fn new(window: LeaseWindow) -> Arc<Self> {
-        Arc::new(Self { window, cancel: CancellationToken::new(), running: AtomicU32::new(0) })
+        Arc::new(Self {
+            window,
+            cancel: CancellationToken::new(),
+            ended: CancellationToken::new(),
+            running: AtomicU32::new(0),
+        })
     }
 
     /// When it ends.
@@ -130,6 +136,13 @@ impl Lease {
     pub(crate) fn cancel(&self) -> u32 {
         self.cancel.cancel();
         self.running.load(Ordering::Relaxed)
+    }
+}
+
+impl Lease {
+    /// Ends every waiting handler under this lease: its result would be fenced.
+    pub(crate) fn end(&self) {
+        self.ended.cancel();
     }
 }
 
@@ -231,6 +244,11 @@ impl Running {
     /// The window it must finish in.
     pub(crate) fn window(&self) -> LeaseWindow {
         self.lease.0.window
+    }
+
+    /// Fires when its lease has ended.
+    pub(crate) fn lease_ended(&self) -> &CancellationToken {
+        &self.lease.0.ended
     }
 
     /// Whether its handler was told to stop.

@@ -284,6 +284,33 @@ fn rows_behind_a_handler_that_ignores_its_cancellation_are_handed_back_at_their_
 }
 
 #[test]
+fn a_handler_that_still_waits_when_its_lease_has_ended_is_aborted() {
+    in_virtual_time(async {
+        for max_batch in [1, 2] {
+            let stuck = runner(max_batch, |job: Job| async move {
+                if job.work.seq < 2 {
+                    std::future::pending::<()>().await;
+                }
+                Ok(())
+            });
+            let mut rig = DispatchRig::start(&Options::default(), inbox(stuck));
+            let stream = Some(Uuid::now_v7());
+            rig.dispatch(rows(stream, 0..1));
+            rig.dispatch(rows(None, 1..2));
+            sleep(Duration::from_secs(299)).await;
+            rig.dispatch(rows(stream, 2..3));
+            assert_eq!(rig.permits.available_permits(), 997);
+            sleep(Duration::from_secs(2)).await;
+            let verdicts: Vec<_> = results(&mut rig).into_iter().map(|(_, verdict)| verdict).collect();
+            assert_eq!(verdicts, [Verdict::Complete], "the lane is free again");
+            let account = account(&rig).await;
+            assert_eq!((account.counter("aborted_at_lease_end"), account.counter("in_hand")), (2, 0));
+            assert_all_permits_are_back(&rig);
+        }
+    });
+}
+
+#[test]
 fn a_row_whose_lease_has_ended_unstarted_is_dropped() {
     in_virtual_time(async {
         let mut rig = DispatchRig::start(&Options::default(), inbox(done()));
@@ -318,7 +345,7 @@ fn a_stream_still_running_here_makes_rows_of_a_newer_claim_wait() {
             let mut again = first.clone();
             again.epoch = ClaimEpoch(2);
             again.seq = 2;
-            rig.dispatch_for(vec![first], Duration::from_secs(10));
+            rig.dispatch_for(vec![first], Duration::from_mins(5));
             sleep(Duration::from_secs(11)).await;
             rig.dispatch(vec![again]);
             sleep(Duration::from_secs(50)).await;
@@ -340,7 +367,7 @@ fn rows_behind_a_stream_that_is_stuck_give_their_permits_back_at_their_deadline(
         let stuck = runner(1, |_| std::future::pending());
         let mut rig = DispatchRig::start(&Options::default(), inbox(stuck));
         let stream = Some(Uuid::now_v7());
-        rig.dispatch(rows(stream, 0..1));
+        rig.dispatch_for(rows(stream, 0..1), Duration::from_hours(3));
         for _ in 0..20 {
             sleep(Duration::from_mins(5)).await;
             results(&mut rig);

@@ -81,6 +81,8 @@ pub(crate) struct Counters {
     /// Not started before their lease ended.
     pub(crate) expired: Counter,
     pub(crate) abandoned: Counter,
+    /// Ended with their lease.
+    pub(crate) aborted: Counter,
     pub(crate) overlapping: Counter,
 }
 

@@ -99,6 +99,29 @@ impl Unit {
         self.crew.done(started);
     }
 
+    /// Ends an attempt whose lease has ended. Its rows are not settled: they belong to the database again. What stands behind them goes
+    /// back, as nothing may overtake them.
+    pub(crate) fn abort(&mut self, attempt: Attempt) {
+        let started = std::mem::take(&mut self.out);
+        match (&mut self.body, &attempt.rows) {
+            (Body::Single(lane), _) => self.crew.give_back(lane.rows.take()),
+            (Body::Packed(lanes, _), Rows::Many(rows)) => {
+                for (index, _) in rows {
+                    self.crew
+                        .give_back(lanes.get_mut(*index).map(|lane| lane.rows.take()).unwrap_or_default());
+                }
+            }
+            (Body::Packed(..), Rows::One(_)) => {}
+        }
+        drop(attempt);
+        self.crew.counters.aborted.add(started as u64);
+        tracing::error!(
+            rows = started,
+            "a handler ignored its cancellation until its lease had ended and was aborted; its rows will be run again"
+        );
+        self.crew.done(started);
+    }
+
     /// Hands back every row that was not started.
     pub(crate) fn release_rest(&mut self) {
         let mut released = Vec::new();
