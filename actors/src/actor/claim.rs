@@ -5,6 +5,7 @@
 
 mod hears;
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,7 +21,7 @@ use crate::options::Options;
 use crate::policy::lease::LeaseWindow;
 use crate::policy::poll::{PollCadence, Wait};
 use crate::port::{ClaimRequest, Claimed, StoreError, WorkStore};
-use crate::work::Category;
+use crate::work::{Category, OrderKey};
 
 use super::{Alarm, Health, now};
 
@@ -327,13 +328,15 @@ impl ClaimActor {
             deliveries.push(Delivery::new(work, permit, &self.parts.in_flight, &lease));
         }
         drop(permits);
+        let again = rows >= asked || has_more;
+        mark_runs(&mut deliveries, again, self.parts.options.dispatch.stream_run);
         if self.fenced || self.over {
             self.counters.handed_back += deliveries.len() as u64;
             self.parts.hand_back.do_send(HandBack { deliveries });
         } else {
             self.parts.dispatch.do_send(Dispatch { deliveries });
         }
-        rows >= asked || has_more
+        again
     }
 
     /// Notes an error. Returns whether to try again almost at once.
@@ -434,6 +437,23 @@ impl ClaimActor {
             Phase::Gathering => "waiting for permits",
             Phase::Claiming => "claiming",
             Phase::Asking => "asking for the next due time",
+        }
+    }
+}
+
+/// Marks the last row of every run behind which there may be more: the store stops at `stream_run` rows of an order key, and a claim that
+/// was cut short may have stopped anywhere. The failure this prevents: a deep stream that goes on only once per polling interval.
+fn mark_runs(deliveries: &mut [Delivery], cut_short: bool, stream_run: u32) {
+    let mut runs: HashMap<OrderKey, (u32, usize)> = HashMap::new();
+    for (at, delivery) in deliveries.iter().enumerate() {
+        if let Some(key) = delivery.order_key() {
+            let run = runs.entry(key).or_default();
+            *run = (run.0 + 1, at);
+        }
+    }
+    for (rows, last) in runs.into_values() {
+        if cut_short || rows >= stream_run {
+            deliveries[last].expect_more_behind();
         }
     }
 }
