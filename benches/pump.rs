@@ -16,8 +16,7 @@ use tokio_postgres::{Client, Config};
 use uuid::Uuid;
 use workpump::embedded::EmbeddedPostgres;
 use workpump::{
-    Context, Failure, Handler, NewInbox, NewOutbox, Options, OutboxMessage, Outcome, Producer, Publisher,
-    WorkPump,
+    Context, Failure, Handler, NewInbox, NewOutbox, OutboxMessage, Outcome, Producer, Publisher, WorkPump,
 };
 
 const BATCH: usize = 1_000;
@@ -101,7 +100,7 @@ impl Bench {
         let count = Count::of(self.rows);
         let started = Instant::now();
         let pump = WorkPump::builder(&self.url)
-            .options(Options::default())
+            .options(workpump::config::from_env().expect("options"))
             .handler("order", Counted(Arc::clone(&count)))
             .start()
             .await
