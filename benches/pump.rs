@@ -16,8 +16,7 @@ use tokio_postgres::{Client, Config};
 use uuid::Uuid;
 use workpump::embedded::EmbeddedPostgres;
 use workpump::{
-    Context, Failure, Handler, NewInbox, NewOutbox, Options, OutboxMessage, Outcome, Producer, Publisher,
-    WorkPump,
+    Context, Failure, Handler, NewInbox, NewOutbox, OutboxMessage, Outcome, Producer, Publisher, WorkPump,
 };
 
 const BATCH: usize = 1_000;
@@ -101,7 +100,7 @@ impl Bench {
         let count = Count::of(self.rows);
         let started = Instant::now();
         let pump = WorkPump::builder(&self.url)
-            .options(Options::default())
+            .options(workpump::config::from_env().expect("options"))
             .handler("order", Counted(Arc::clone(&count)))
             .start()
             .await
@@ -117,7 +116,7 @@ impl Bench {
         self.client
             .batch_execute(
                 "drop table if exists ceiling; create table ceiling (id uuid primary key, seq bigint generated always as identity, \
-                 payload jsonb not null, owner uuid, lease timestamptz); create index on ceiling (lease nulls first, seq)",
+                 payload jsonb not null, owner uuid, lease timestamptz); create index on ceiling (lease, seq)",
             )
             .await
             .expect("table");

@@ -112,13 +112,19 @@ impl fmt::Debug for Slot {
 pub struct Lease {
     window: LeaseWindow,
     cancel: CancellationToken,
+    ended: CancellationToken,
     running: AtomicU32,
 }
 
 impl Lease {
     /// A lease of this length.
     pub fn new(window: LeaseWindow) -> Arc<Self> {
-        Arc::new(Self { window, cancel: CancellationToken::new(), running: AtomicU32::new(0) })
+        Arc::new(Self {
+            window,
+            cancel: CancellationToken::new(),
+            ended: CancellationToken::new(),
+            running: AtomicU32::new(0),
+        })
     }
 
     /// When it ends.
@@ -133,6 +139,13 @@ impl Lease {
     }
 }
 
+impl Lease {
+    /// Ends every waiting handler under this lease: its result would be fenced.
+    pub(crate) fn end(&self) {
+        self.ended.cancel();
+    }
+}
+
 /// One claimed row with its permit and its lease. Not `Clone`: starting or settling consumes it.
 #[must_use = "a delivery that is dropped is not settled: its row waits for the end of its lease"]
 #[derive(Debug)]
@@ -141,6 +154,7 @@ pub struct Delivery {
     slot: Slot,
     lease: Arc<Lease>,
     overlaps: bool,
+    more_behind: bool,
 }
 
 impl Delivery {
@@ -159,7 +173,7 @@ impl Delivery {
         let overlaps = in_flight.insert(work.key, work.epoch);
         let slot =
             Slot { key: work.key, epoch: work.epoch, in_flight: Arc::clone(in_flight), _permit: permit };
-        Self { work, slot, lease: Arc::clone(lease), overlaps }
+        Self { work, slot, lease: Arc::clone(lease), overlaps, more_behind: false }
     }
 
     /// The row.
@@ -182,6 +196,11 @@ impl Delivery {
         self.overlaps
     }
 
+    /// Notes that it is the last of its run, and that its stream may hold more that only this run blocks.
+    pub fn expect_more_behind(&mut self) {
+        self.more_behind = true;
+    }
+
     /// Ends it without running it.
     pub fn settle(self, verdict: Verdict) -> Settlement {
         Settlement {
@@ -189,6 +208,7 @@ impl Delivery {
             epoch: self.work.epoch,
             verdict,
             window: self.lease.window,
+            more_behind: self.more_behind,
             slot: self.slot,
         }
     }
@@ -199,6 +219,7 @@ impl Delivery {
         let running = Running {
             category: self.work.key.category,
             attempts: self.work.attempts,
+            more_behind: self.more_behind,
             slot: self.slot,
             lease: RunningLease(self.lease),
         };
@@ -223,6 +244,7 @@ impl Drop for RunningLease {
 pub(crate) struct Running {
     pub(crate) category: Category,
     pub(crate) attempts: u32,
+    more_behind: bool,
     slot: Slot,
     lease: RunningLease,
 }
@@ -231,6 +253,11 @@ impl Running {
     /// The window it must finish in.
     pub(crate) fn window(&self) -> LeaseWindow {
         self.lease.0.window
+    }
+
+    /// Fires when its lease has ended.
+    pub(crate) fn lease_ended(&self) -> &CancellationToken {
+        &self.lease.0.ended
     }
 
     /// Whether its handler was told to stop.
@@ -245,6 +272,7 @@ impl Running {
             epoch: self.slot.epoch,
             verdict,
             window: self.lease.0.window,
+            more_behind: self.more_behind,
             slot: self.slot,
         }
     }
@@ -258,6 +286,7 @@ pub struct Settlement {
     epoch: ClaimEpoch,
     verdict: Verdict,
     window: LeaseWindow,
+    more_behind: bool,
     #[expect(dead_code, reason = "held only to be dropped with the settlement")]
     slot: Slot,
 }
@@ -288,12 +317,12 @@ impl Settlement {
         SettleItem { key: self.key, epoch: self.epoch, verdict: self.verdict.clone() }
     }
 
-    /// Whether writing it makes a row claimable at once.
+    /// Whether writing it makes a row claimable at once: this one, or the next of its stream.
     pub fn frees_work(&self) -> bool {
         match &self.verdict {
             Verdict::Release => true,
             Verdict::Retry { after, .. } => after.is_zero(),
-            Verdict::Complete | Verdict::DeadLetter { .. } => false,
+            Verdict::Complete | Verdict::DeadLetter { .. } => self.more_behind,
         }
     }
 }

@@ -196,7 +196,8 @@ pub struct OnFailureOptions {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DispatchOptions {
-    /// Rows this instance leases at once, so also the most handlers that can run at once. Default 1 000. At least 1.
+    /// Rows this instance leases at once, so also the most handlers that can run at once. Default 2 000: two claims of the default size, so
+    /// that one is on its way while the other is worked on. At least 1.
     pub max_in_flight: u32,
     /// Threads of the handler runtime. Default none: twice the cores, at least 4.
     pub handler_threads: Option<usize>,
@@ -220,7 +221,7 @@ pub struct DispatchOptions {
 impl Default for DispatchOptions {
     fn default() -> Self {
         Self {
-            max_in_flight: 1_000,
+            max_in_flight: 2_000,
             handler_threads: None,
             stream_run: 100,
             max_attempts: 10,

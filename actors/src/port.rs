@@ -41,10 +41,10 @@ pub enum StoreError {
         /// What the server said.
         message: String,
     },
-    /// Anything else; retrying will not help by itself.
+    /// Anything else; retrying will not help by itself. With the code `client` the outcome of the call is unknown.
     #[error("database error ({code}): {message}")]
     Other {
-        /// The SQLSTATE, or `client` for errors before the server was asked.
+        /// The SQLSTATE, or `client` for errors on this side of the connection.
         code: String,
         /// What went wrong.
         message: String,
@@ -55,6 +55,15 @@ impl StoreError {
     /// Whether the same call may succeed later without anyone changing anything.
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::Unavailable(_) | Self::Contended(_))
+    }
+
+    /// Whether the call may have been carried out, or may still be, although it failed here.
+    pub fn outcome_is_unknown(&self) -> bool {
+        match self {
+            Self::Unavailable(_) => true,
+            Self::Other { code, .. } => code == "client",
+            _ => false,
+        }
     }
 }
 

@@ -82,6 +82,9 @@ pub trait Runner: Send + Sync + 'static {
     }
 
     /// Runs one row. A panic counts as a failed attempt.
+    ///
+    /// A future that still waits when the lease has ended is dropped: its result would be fenced, and the row is run again. Code that
+    /// blocks its thread cannot be dropped; it holds its thread, its permit and its stream until it returns.
     fn run(&self, job: Job) -> BoxFuture<'static, Result<(), Failure>>;
 
     /// Runs many rows, in the order given inside each order key, and answers for each, in the same order.

@@ -15,7 +15,7 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use crate::instance::{Gate, InstanceIdentity};
-use crate::message::{Account, Drain, GateChanged, Observe, RequestImmediatePoll};
+use crate::message::{Account, Drain, GateChanged, Halt, Observe, RequestImmediatePoll};
 use crate::options::{Options, OptionsError};
 use crate::port::{InstanceStore, WorkStore};
 use crate::registry::{Exit, Host, Registry, StartFailed};
@@ -72,8 +72,8 @@ struct Readiness {
 }
 
 impl Readiness {
-    fn end(&self) -> bool {
-        !self.ended.swap(true, Ordering::AcqRel)
+    fn end(&self) {
+        self.ended.store(true, Ordering::Release);
     }
 
     fn is_ready(&self) -> bool {
@@ -111,14 +111,23 @@ impl Engine {
         let (heartbeat, settle, dispatch, claim) =
             (specs.heartbeat.addr(), specs.settle.addr(), specs.dispatch.addr(), specs.claim.addr());
         let ended = Arc::clone(&readiness);
+        let (halt_claim, halt_dispatch) = (claim.clone().recipient(), dispatch.clone().recipient());
         let registry = specs
             .group()
             .on_failure(move |child, exit| {
                 ended.end();
-                match exit {
-                    Exit::Panicked(text) => tracing::error!(child, text, "an actor panicked"),
-                    Exit::Stopped | Exit::ThreadGone => tracing::error!(child, "an actor ended"),
-                }
+                halt_claim.do_send(Halt);
+                halt_dispatch.do_send(Halt);
+                let cause = match exit {
+                    Exit::Panicked(text) => text.as_str(),
+                    Exit::Stopped => "it stopped",
+                    Exit::ThreadGone => "its thread ended",
+                };
+                tracing::error!(
+                    child,
+                    cause,
+                    "an actor has ended: this engine claims and starts nothing any more; drain it and start another"
+                );
             })
             .start(host, start_deadline)
             .await?;

@@ -66,6 +66,40 @@ fn work_flows_from_the_table_through_the_handler_and_back() {
 }
 
 #[test]
+fn a_stream_longer_than_a_run_goes_on_as_soon_as_its_run_is_written() {
+    in_virtual_time(async {
+        for (stream_run, max_in_flight) in [(10, 1_000), (1, 1_000), (100, 7)] {
+            let store = FakeStore::new();
+            let keys = store.insert_many(300, &Row::of_stream(Uuid::now_v7()));
+            let mut options = Options::default();
+            options.dispatch.stream_run = stream_run;
+            options.dispatch.max_in_flight = max_in_flight;
+            let before = Instant::now();
+            let engine = start_with(options, &store, runner(1, |_| async { Ok(()) })).await;
+            store.finished().await;
+            assert!(before.elapsed() < Duration::from_secs(8), "{stream_run}: {:?}", before.elapsed());
+            assert_eq!(store.settled().iter().map(|(key, ..)| *key).collect::<Vec<_>>(), keys);
+            let claims = store.count(Op::Claim);
+            assert!(claims <= 2 * 300 / stream_run.min(max_in_flight) as usize + 2, "{stream_run}: {claims}");
+            engine.drain().await;
+        }
+    });
+}
+
+#[test]
+fn a_run_that_left_nothing_behind_wakes_nobody() {
+    in_virtual_time(async {
+        let store = FakeStore::new();
+        store.insert_many(99, &Row::of_stream(Uuid::now_v7()));
+        let engine = start(&store, runner(1, |_| async { Ok(()) })).await;
+        store.finished().await;
+        store.called(Op::Claim, 3).await;
+        assert_eq!(store.gaps(Op::Claim)[..2], [250, 250]);
+        engine.drain().await;
+    });
+}
+
+#[test]
 fn a_row_that_fails_comes_back_after_its_pause_and_ends_as_a_dead_letter() {
     in_virtual_time(async {
         let store = FakeStore::new();

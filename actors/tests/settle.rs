@@ -244,6 +244,23 @@ fn a_flush_without_an_answer_is_given_up_and_tried_again() {
 }
 
 #[test]
+fn results_written_by_a_try_whose_answer_was_lost_are_unclear_and_not_fenced() {
+    in_virtual_time(async {
+        let client = StoreError::Other { code: "client".to_owned(), message: "cut".to_owned() };
+        for error in [unavailable(), client] {
+            let bench = Bench::new(SettleOptions::default());
+            bench.store.script(Op::Settle, Reply::Lose(error));
+            bench.send(bench.results(3, &Verdict::Complete).await);
+            sleep(Duration::from_secs(1)).await;
+            let account = bench.account().await;
+            assert_eq!((account.counter("unclear"), account.counter("fenced")), (3, 0));
+            assert_eq!(bench.store.unfinished(), 0);
+            bench.assert_all_permits_are_back();
+        }
+    });
+}
+
+#[test]
 fn one_poisonous_result_is_isolated_and_the_others_are_written() {
     in_virtual_time(async {
         let bench = Bench::new(SettleOptions::default());

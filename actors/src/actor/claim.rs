@@ -5,6 +5,7 @@
 
 mod hears;
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,12 +21,16 @@ use crate::options::Options;
 use crate::policy::lease::LeaseWindow;
 use crate::policy::poll::{PollCadence, Wait};
 use crate::port::{ClaimRequest, Claimed, StoreError, WorkStore};
-use crate::work::Category;
+use crate::work::{Category, OrderKey};
 
 use super::{Alarm, Health, now};
 
 /// Contended claims retried at once, in a row, before the cadence takes over.
 const QUICK_RETRIES: u32 = 3;
+
+/// How long after it was sent a claim whose answer was lost may still be carried out by the server. Longer than the call deadline of any
+/// store: only a recovery after this time is known to have found everything.
+const LOST_CLAIM_HORIZON: Duration = Duration::from_secs(30);
 
 /// What the claiming actor is made of.
 #[derive(Debug, Clone)]
@@ -105,7 +110,8 @@ pub struct ClaimActor {
     empty_polls: u32,
     contended: u32,
     due_misses: u32,
-    outcome_unknown: bool,
+    /// When the last claim was sent whose outcome is unknown.
+    lost_claim: Option<std::time::Instant>,
 }
 
 impl std::fmt::Debug for ClaimActor {
@@ -122,8 +128,14 @@ impl Actor for ClaimActor {
     }
 }
 
-/// The answer of one claim, and when it was sent.
-type Answer = (std::time::Instant, Result<Claimed, StoreError>);
+/// The answer of one claim.
+struct Answer {
+    /// When a recovery before it was sent, and how many rows it brought.
+    recovered: Option<(std::time::Instant, u64)>,
+    /// When it was sent; `None`: the recovery before it failed.
+    sent_at: Option<std::time::Instant>,
+    result: Result<Claimed, StoreError>,
+}
 
 impl ClaimActor {
     /// Starts fenced: the first accepted heartbeat opens it.
@@ -149,7 +161,7 @@ impl ClaimActor {
             empty_polls: 0,
             contended: 0,
             due_misses: 0,
-            outcome_unknown: false,
+            lost_claim: None,
         }
     }
 
@@ -159,6 +171,8 @@ impl ClaimActor {
             && !self.fenced
             && !self.paused
             && !self.over
+            // The news that it has ended may still be on its way.
+            && self.parts.dispatch.connected()
     }
 
     fn wake(&mut self, ctx: &mut Context<Self>) {
@@ -235,36 +249,40 @@ impl ClaimActor {
             stream_run: self.parts.options.dispatch.stream_run,
             categories: Arc::clone(&self.parts.categories),
         };
-        let recover = self.outcome_unknown.then(|| self.parts.in_flight.held());
+        let recover = self.lost_claim.map(|_| self.parts.in_flight.held());
         let store = Arc::clone(&self.store);
         let claimed = async move {
             let mut recovered = None;
             if let Some(held) = recover {
+                let recovery_sent_at = now();
                 match store.release_unheld(request.instance, held).await {
-                    Ok(rows) => recovered = Some(rows),
-                    Err(error) => return (permits, None, (now(), Err(error))),
+                    Ok(rows) => recovered = Some((recovery_sent_at, rows)),
+                    Err(error) => return (permits, Answer { recovered, sent_at: None, result: Err(error) }),
                 }
             }
-            let sent_at = now();
-            let answer = store.claim(request).await;
-            (permits, recovered, (sent_at, answer))
+            let sent_at = Some(now());
+            let result = store.claim(request).await;
+            (permits, Answer { recovered, sent_at, result })
         };
-        ctx.spawn(claimed.into_actor(self).map(|(permits, recovered, answer), act, ctx| {
-            if let Some(rows) = recovered {
-                act.outcome_unknown = false;
-                act.counters.recovered += rows;
-            }
+        ctx.spawn(claimed.into_actor(self).map(|(permits, answer), act, ctx| {
             act.answered(permits, answer, ctx);
         }));
     }
 
     fn answered(&mut self, permits: OwnedSemaphorePermit, answer: Answer, ctx: &mut Context<Self>) {
-        let (sent_at, result) = answer;
+        let Answer { recovered, sent_at, result } = answer;
+        if let Some((recovery_sent_at, rows)) = recovered {
+            self.counters.recovered += rows;
+            self.lost_claim.take_if(|lost| recovery_sent_at >= *lost + LOST_CLAIM_HORIZON);
+        }
         let asked = permits.num_permits();
         let again = match result {
-            Ok(claimed) => self.take(permits, sent_at, claimed, asked),
+            Ok(claimed) => self.take(permits, sent_at.unwrap_or_else(now), claimed, asked),
             Err(error) => {
                 drop(permits);
+                if sent_at.is_some() && error.outcome_is_unknown() {
+                    self.lost_claim = sent_at;
+                }
                 if self.fail(&error) {
                     let pause = Duration::from_micros(self.rng.random_range(5_000..25_000));
                     self.sleep(pause, ctx);
@@ -304,19 +322,21 @@ impl ClaimActor {
         for work in works {
             let Some(permit) = permits.split(1) else {
                 tracing::error!(asked, rows, "the store leased more rows than it was asked for");
-                self.outcome_unknown = true;
+                self.lost_claim = Some(sent_at);
                 break;
             };
             deliveries.push(Delivery::new(work, permit, &self.parts.in_flight, &lease));
         }
         drop(permits);
+        let again = rows >= asked || has_more;
+        mark_runs(&mut deliveries, again, self.parts.options.dispatch.stream_run);
         if self.fenced || self.over {
             self.counters.handed_back += deliveries.len() as u64;
             self.parts.hand_back.do_send(HandBack { deliveries });
         } else {
             self.parts.dispatch.do_send(Dispatch { deliveries });
         }
-        rows >= asked || has_more
+        again
     }
 
     /// Notes an error. Returns whether to try again almost at once.
@@ -331,7 +351,6 @@ impl ClaimActor {
         self.contended = 0;
         self.empty_polls = self.empty_polls.saturating_add(1);
         match error {
-            StoreError::Unavailable(_) => self.outcome_unknown = true,
             StoreError::NotRegistered(_) => self.parts.beat_now.do_send(BeatNow),
             StoreError::Evicted(instance) => {
                 self.fenced = true;
@@ -352,6 +371,10 @@ impl ClaimActor {
         }
         match self.cadence.wait(self.gate, self.empty_polls) {
             Wait::For(wait) => self.sleep(wait, ctx),
+            // No signal tells that a lost claim was carried out after all.
+            Wait::UntilSignal if self.lost_claim.is_some() => {
+                self.sleep(self.cadence.backoff(self.gate, self.empty_polls), ctx);
+            }
             Wait::UntilSignal => self.ask_for_next_due(ctx),
         }
     }
@@ -414,6 +437,23 @@ impl ClaimActor {
             Phase::Gathering => "waiting for permits",
             Phase::Claiming => "claiming",
             Phase::Asking => "asking for the next due time",
+        }
+    }
+}
+
+/// Marks the last row of every run behind which there may be more: the store stops at `stream_run` rows of an order key, and a claim that
+/// was cut short may have stopped anywhere. The failure this prevents: a deep stream that goes on only once per polling interval.
+fn mark_runs(deliveries: &mut [Delivery], cut_short: bool, stream_run: u32) {
+    let mut runs: HashMap<OrderKey, (u32, usize)> = HashMap::new();
+    for (at, delivery) in deliveries.iter().enumerate() {
+        if let Some(key) = delivery.order_key() {
+            let run = runs.entry(key).or_default();
+            *run = (run.0 + 1, at);
+        }
+    }
+    for (rows, last) in runs.into_values() {
+        if cut_short || rows >= stream_run {
+            deliveries[last].expect_more_behind();
         }
     }
 }

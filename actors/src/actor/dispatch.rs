@@ -14,7 +14,9 @@ use tokio::time::Instant;
 use crate::delivery::{InFlight, Lease};
 use crate::instance::InstanceId;
 use crate::lane::{Crew, CrewParts, Mode};
-use crate::message::{Account, Dispatch, Drain, Drained, Evicted, Fence, HandBack, Observe, Settle, Unfence};
+use crate::message::{
+    Account, Dispatch, Drain, Drained, Evicted, Fence, Halt, HandBack, Observe, Settle, Unfence,
+};
 use crate::options::DispatchOptions;
 use crate::policy::retry::RetryPolicy;
 use crate::runner::Runner;
@@ -67,7 +69,10 @@ pub struct DispatchActor {
     patience: Duration,
     /// Leases under which rows may still be running, by deadline.
     leases: VecDeque<Arc<Lease>>,
+    /// Leases past their deadline under which rows may still be running, by end.
+    ending: VecDeque<Arc<Lease>>,
     deadline: Alarm,
+    deadline_at: Option<std::time::Instant>,
     round: Alarm,
     health: Health,
     rows: u64,
@@ -108,7 +113,9 @@ impl DispatchActor {
             settle: parts.settle,
             patience: Duration::from_secs(parts.options.drain_deadline_seconds.into()),
             leases: VecDeque::new(),
+            ending: VecDeque::new(),
             deadline: Alarm::default(),
+            deadline_at: None,
             round: Alarm::default(),
             health: Health::default(),
             rows: 0,
@@ -156,21 +163,44 @@ impl DispatchActor {
     }
 
     fn watch_next(&mut self, ctx: &mut Context<Self>) {
-        while self.leases.front().is_some_and(|lease| Arc::strong_count(lease) == 1) {
-            self.leases.pop_front();
+        for leases in [&mut self.leases, &mut self.ending] {
+            while leases.front().is_some_and(|lease| Arc::strong_count(lease) == 1) {
+                leases.pop_front();
+            }
         }
-        let Some(next) = self.leases.front() else { return self.deadline.clear(ctx) };
-        if !self.deadline.is_set() {
-            let after = next.window().deadline().saturating_duration_since(now());
-            self.deadline.set(ctx, after, |act, ctx| {
-                act.deadline.rang();
-                act.enforce_deadlines();
-                act.watch_next(ctx);
-            });
+        let deadline = self.leases.front().map(|lease| lease.window().deadline());
+        let end = self.ending.front().map(|lease| lease.window().end());
+        let next = deadline.into_iter().chain(end).min();
+        if next == self.deadline_at {
+            return;
+        }
+        self.deadline_at = next;
+        let Some(next) = next else { return self.deadline.clear(ctx) };
+        self.deadline.set(ctx, next.saturating_duration_since(now()), |act, ctx| {
+            act.deadline.rang();
+            act.deadline_at = None;
+            act.enforce_deadlines();
+            act.end_leases();
+            act.watch_next(ctx);
+        });
+    }
+
+    /// Ends handlers that went on waiting until their lease had ended, so that they hold neither a permit nor their lane for ever.
+    fn end_leases(&mut self) {
+        let now = now();
+        while self.ending.front().is_some_and(|lease| lease.window().has_ended(now)) {
+            let Some(lease) = self.ending.pop_front() else { break };
+            lease.end();
         }
     }
 
-    /// Tells handlers whose lease is about to end to stop, and gives up rows that were not started in time.
+    /// Its handlers were told to stop: now they are watched until the lease ends.
+    fn watch_end(&mut self, lease: Arc<Lease>) {
+        let at = self.ending.partition_point(|other| other.window().end() <= lease.window().end());
+        self.ending.insert(at, lease);
+    }
+
+    /// Tells handlers whose lease is about to end to stop, and hands back rows that were not started in time.
     fn enforce_deadlines(&mut self) {
         let now = now();
         while self.leases.front().is_some_and(|lease| lease.window().deadline() <= now) {
@@ -180,13 +210,15 @@ impl DispatchActor {
                 tracing::warn!(running, "handlers reached the end of their lease and were told to stop");
             }
             self.cancelled += u64::from(running);
+            self.watch_end(lease);
         }
         self.crew.sweep_expired();
     }
 
     fn cancel_all(&mut self) {
-        for lease in self.leases.drain(..) {
+        for lease in std::mem::take(&mut self.leases) {
             self.cancelled += u64::from(lease.cancel());
+            self.watch_end(lease);
         }
     }
 
@@ -251,12 +283,23 @@ impl Handler<Unfence> for DispatchActor {
     }
 }
 
+impl Handler<Halt> for DispatchActor {
+    type Result = ();
+
+    fn handle(&mut self, _: Halt, _: &mut Self::Context) {
+        self.crew.set_mode(Mode::Draining);
+        self.crew.release_unstarted();
+        self.fetch();
+    }
+}
+
 impl Handler<Evicted> for DispatchActor {
     type Result = ();
 
-    fn handle(&mut self, _: Evicted, _: &mut Self::Context) {
+    fn handle(&mut self, _: Evicted, ctx: &mut Self::Context) {
         self.crew.set_mode(Mode::Dead);
         self.cancel_all();
+        self.watch_next(ctx);
         self.crew.forget_unstarted();
         drop(self.crew.desk().close());
     }
@@ -278,9 +321,10 @@ impl Handler<Drain> for DispatchActor {
         Box::pin(
             until_last_call
                 .into_actor(self)
-                .then(move |idle, act, _| {
+                .then(move |idle, act, ctx: &mut Self::Context| {
                     if !idle {
                         act.cancel_all();
+                        act.watch_next(ctx);
                     }
                     let crew = Arc::clone(&act.crew);
                     let until_end = async move { tokio::time::timeout_at(end, crew.idle()).await };
@@ -337,8 +381,10 @@ impl Handler<Observe> for DispatchActor {
                 ("released", counters.released.get()),
                 ("cancelled_at_deadline", self.cancelled),
                 ("late_results", counters.late.get()),
+                ("late_unstarted", counters.unstarted.get()),
                 ("expired_unstarted", counters.expired.get()),
                 ("abandoned", counters.abandoned.get()),
+                ("aborted_at_lease_end", counters.aborted.get()),
                 ("overlapping", counters.overlapping.get()),
                 ("discarded_results", self.crew.desk().discarded()),
             ],

@@ -56,9 +56,17 @@ struct Counters {
     flushes: u64,
     applied: u64,
     fenced: u64,
+    unclear: u64,
     poisoned: u64,
     lease_ended: u64,
     discarded: u64,
+}
+
+/// Results that are written together.
+struct Batch {
+    items: Vec<Settlement>,
+    /// An earlier try ended without a known outcome: it may have been written already.
+    unclear: bool,
 }
 
 /// Writes settlements.
@@ -68,7 +76,7 @@ pub struct SettleActor {
     coalescer: Coalescer,
     waiting: VecDeque<Settlement>,
     /// Batches that must be tried again, before anything newer.
-    again: VecDeque<Vec<Settlement>>,
+    again: VecDeque<Batch>,
     rng: SmallRng,
     alarm: Alarm,
     health: Health,
@@ -131,8 +139,8 @@ impl SettleActor {
             }
             Decision::Flush(items) => {
                 self.coalescer.taken(items);
-                let batch = self.waiting.drain(..items).collect();
-                self.flush(batch, ctx);
+                let items = self.waiting.drain(..items).collect();
+                self.flush(Batch { items, unclear: false }, ctx);
             }
             Decision::WaitUntil(instant) if !self.alarm.is_set() => {
                 self.set_alarm(instant.saturating_duration_since(now()), ctx);
@@ -149,14 +157,14 @@ impl SettleActor {
         });
     }
 
-    fn flush(&mut self, batch: Vec<Settlement>, ctx: &mut Context<Self>) {
+    fn flush(&mut self, batch: Batch, ctx: &mut Context<Self>) {
         self.alarm.clear(ctx);
-        self.flushing = batch.len();
+        self.flushing = batch.items.len();
         self.counters.flushes += 1;
         let store = Arc::clone(&self.store);
         let instance = self.parts.instance;
         let flushed = async move {
-            let items = batch.iter().map(Settlement::item).collect();
+            let items = batch.items.iter().map(Settlement::item).collect();
             let answer = tokio::time::timeout(FLUSH_DEADLINE, store.settle(instance, items)).await;
             let answer = answer.unwrap_or_else(|_| {
                 Err(StoreError::Unavailable(format!("no answer within {} s", FLUSH_DEADLINE.as_secs())))
@@ -173,13 +181,13 @@ impl SettleActor {
         }));
     }
 
-    fn written(&mut self, batch: Vec<Settlement>, settled: &Settled) {
+    fn written(&mut self, batch: Batch, settled: &Settled) {
         self.health.well();
         self.counters.applied += settled.applied as u64;
         if !settled.fenced.is_empty() {
             self.note_fenced(&batch, settled);
         }
-        let frees_work = batch.iter().any(Settlement::frees_work);
+        let frees_work = batch.items.iter().any(Settlement::frees_work);
         drop(batch);
         if frees_work && let Some(wake) = &self.parts.wake {
             wake.do_send(RequestImmediatePoll);
@@ -187,19 +195,28 @@ impl SettleActor {
     }
 
     /// A fenced release is expected: the failure written just before it has handed the row back already.
-    fn note_fenced(&mut self, batch: &[Settlement], settled: &Settled) {
+    fn note_fenced(&mut self, batch: &Batch, settled: &Settled) {
         let lost = settled
             .fenced
             .iter()
-            .filter(|key| batch.iter().any(|item| item.key() == **key && *item.verdict() != Verdict::Release))
+            .filter(|key| {
+                batch.items.iter().any(|item| item.key() == **key && *item.verdict() != Verdict::Release)
+            })
             .count();
-        self.counters.fenced += lost as u64;
-        if lost > 0 {
+        if lost == 0 {
+            return;
+        }
+        if batch.unclear {
+            self.counters.unclear += lost as u64;
+            tracing::info!(rows = lost, "results tried again were fenced: already written, or lost");
+        } else {
+            self.counters.fenced += lost as u64;
             tracing::warn!(rows = lost, "results were fenced: these rows belong to a newer claim");
         }
     }
 
-    fn failed(&mut self, batch: Vec<Settlement>, error: &StoreError, ctx: &mut Context<Self>) {
+    fn failed(&mut self, mut batch: Batch, error: &StoreError, ctx: &mut Context<Self>) {
+        batch.unclear |= error.outcome_is_unknown();
         match error {
             StoreError::Evicted(instance) => {
                 self.parts.evicted.do_send(Evicted(*instance));
@@ -216,15 +233,15 @@ impl SettleActor {
     }
 
     /// One item is at fault: halve the batch until it stands alone.
-    fn bisect(&mut self, mut batch: Vec<Settlement>, error: &StoreError) {
+    fn bisect(&mut self, mut batch: Batch, error: &StoreError) {
         self.health.wrong(error);
-        if batch.len() > 1 {
-            let newer = batch.split_off(batch.len() / 2);
-            self.again.push_front(newer);
+        if batch.items.len() > 1 {
+            let newer = batch.items.split_off(batch.items.len() / 2);
+            self.again.push_front(Batch { items: newer, unclear: batch.unclear });
             self.again.push_front(batch);
             return;
         }
-        for item in batch {
+        for item in batch.items {
             self.counters.poisoned += 1;
             tracing::error!(work = %item.key(), epoch = %item.epoch(), verdict = ?item.verdict(), %error,
                 "the database refuses this result; it is given up, and the row comes back when its lease ends");
@@ -232,20 +249,20 @@ impl SettleActor {
     }
 
     /// Not written for now: try again, oldest first, until the leases end.
-    fn keep(&mut self, mut batch: Vec<Settlement>, error: &StoreError, ctx: &mut Context<Self>) {
+    fn keep(&mut self, mut batch: Batch, error: &StoreError, ctx: &mut Context<Self>) {
         if self.health.wrong(error) {
-            tracing::warn!(%error, rows = batch.len(), in_a_row = self.health.in_a_row(), "settling failed");
+            tracing::warn!(%error, rows = batch.items.len(), in_a_row = self.health.in_a_row(), "settling failed");
         }
         let now = now();
-        let before = batch.len();
-        batch.retain(|item| !item.window().has_ended(now));
-        let ended = before - batch.len();
+        let before = batch.items.len();
+        batch.items.retain(|item| !item.window().has_ended(now));
+        let ended = before - batch.items.len();
         if ended > 0 {
             self.counters.lease_ended += ended as u64;
             tracing::error!(rows = ended, %error,
                 "results could not be written before their leases ended; the rows will be run again");
         }
-        if !batch.is_empty() {
+        if !batch.items.is_empty() {
             self.again.push_front(batch);
         }
         let pause = backoff(self.health.in_a_row(), FIRST_PAUSE, MAX_PAUSE);
@@ -257,7 +274,8 @@ impl SettleActor {
     /// Gives everything up: the instance is gone, and nothing may be written under its id.
     fn discard_all(&mut self, reason: &impl std::fmt::Display) {
         self.over = true;
-        let rows: usize = self.again.iter().map(Vec::len).sum::<usize>() + self.waiting.len();
+        let rows: usize =
+            self.again.iter().map(|batch| batch.items.len()).sum::<usize>() + self.waiting.len();
         self.counters.discarded += rows as u64;
         if rows > 0 {
             tracing::error!(rows, %reason, "results discarded; the rows will be run again elsewhere");
@@ -269,7 +287,7 @@ impl SettleActor {
     }
 
     fn unwritten(&self) -> usize {
-        self.flushing + self.waiting.len() + self.again.iter().map(Vec::len).sum::<usize>()
+        self.flushing + self.waiting.len() + self.again.iter().map(|batch| batch.items.len()).sum::<usize>()
     }
 
     fn state(&self) -> &'static str {
@@ -363,6 +381,7 @@ impl Handler<Observe> for SettleActor {
                 ("flushes", counters.flushes),
                 ("applied", counters.applied),
                 ("fenced", counters.fenced),
+                ("unclear", counters.unclear),
                 ("poisoned", counters.poisoned),
                 ("lease_ended", counters.lease_ended),
                 ("discarded", counters.discarded),

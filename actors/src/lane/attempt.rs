@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use futures_util::future::BoxFuture;
+use tokio_util::sync::CancellationToken;
 
 use crate::delivery::Running;
 use crate::runner::{Failure, Job, Runner};
@@ -72,6 +73,17 @@ impl Attempt {
             Err(panic) => Call::Over(Some(Answer::Panicked(panic_text(&*panic)))),
         };
         Self { call, rows: Rows::Many(running) }
+    }
+
+    /// Fires when the last lease among its rows has ended.
+    pub(crate) fn lease_ended(&self) -> Option<CancellationToken> {
+        let last = match &self.rows {
+            Rows::One(running) => Some(running),
+            Rows::Many(rows) => {
+                rows.iter().map(|(_, running)| running).max_by_key(|running| running.window().end())
+            }
+        };
+        last.map(|running| running.lease_ended().clone())
     }
 
     /// An attempt that nobody can make.

@@ -3,7 +3,7 @@
 //! The rule: every row taken in hand leaves it exactly once: settled, expired, or given up, and each way is counted. The failure this
 //! prevents: a drain that waits for rows nobody has, and rows that vanish without a trace.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -49,7 +49,7 @@ pub(crate) enum Admission {
     Run(Delivery),
     /// No: it was settled without being run.
     Settled,
-    /// No: its deadline has passed; its lease will run out.
+    /// No: its deadline has passed. It was handed back, and the rows behind it must not run either.
     Expired,
 }
 
@@ -76,8 +76,13 @@ pub(crate) struct Counters {
     pub(crate) panicked: Counter,
     pub(crate) released: Counter,
     pub(crate) late: Counter,
+    /// Not started before their deadline, and handed back.
+    pub(crate) unstarted: Counter,
+    /// Not started before their lease ended.
     pub(crate) expired: Counter,
     pub(crate) abandoned: Counter,
+    /// Ended with their lease.
+    pub(crate) aborted: Counter,
     pub(crate) overlapping: Counter,
 }
 
@@ -194,7 +199,7 @@ impl Crew {
     /// Whether this row may start now.
     pub(crate) fn admit(&self, delivery: Delivery) -> Admission {
         if !Self::may_start(&delivery) {
-            self.expire([delivery]);
+            self.give_back([delivery]);
             return Admission::Expired;
         }
         match self.retry.before_run(delivery.work().attempts, delivery.work().crash_count) {
@@ -245,17 +250,18 @@ impl Crew {
         }
     }
 
-    /// Drops what cannot run any more, and hands back what still could: nothing may overtake the first row of its lane.
-    pub(crate) fn stop_lane(&self, rows: &mut VecDeque<Delivery>) {
-        let (alive, expired): (Vec<_>, Vec<_>) = rows.drain(..).partition(Self::may_start);
-        self.expire(expired);
-        self.release(alive);
-    }
-
-    pub(super) fn expire(&self, rows: impl IntoIterator<Item = Delivery>) {
-        let count = rows.into_iter().count();
-        self.counters.expired.add(count as u64);
-        self.done(count);
+    /// Hands back rows that shall not start any more, with their attempt refunded. Only those whose lease has ended are dropped: the
+    /// database has taken them back by itself. The failure this prevents: healthy rows that never ran and end as dead letters, because
+    /// every lease that ran out was charged.
+    pub(crate) fn give_back(&self, rows: impl IntoIterator<Item = Delivery>) {
+        let now = Instant::now().into_std();
+        let (ended, leased): (Vec<_>, Vec<_>) =
+            rows.into_iter().partition(|row| row.lease().window().has_ended(now));
+        self.counters.unstarted.add(leased.len() as u64);
+        self.counters.expired.add(ended.len() as u64);
+        self.done(ended.len());
+        drop(ended);
+        self.release(leased);
     }
 
     pub(super) fn forget(&self, rows: impl IntoIterator<Item = Delivery>) {

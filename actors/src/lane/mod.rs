@@ -6,6 +6,7 @@
 mod attempt;
 mod crew;
 mod desk;
+mod lane_rows;
 mod unit;
 mod worker;
 mod yard;

@@ -3,30 +3,17 @@
 //! The rule: inside a lane one row after another; a failed row stops its lane and the later rows go back, written after the failure. The
 //! failure this prevents: a later message of a stream that overtakes an earlier one.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
-use crate::delivery::{Delivery, Running, Settlement};
+use crate::delivery::{Running, Settlement};
 use crate::port::Verdict;
 use crate::runner::Failure;
-use crate::work::{Category, OrderKey};
+use crate::work::Category;
 
 use super::Crew;
 use super::attempt::{Answer, Attempt, Rows};
 use super::crew::{Admission, Mode};
-
-/// Rows that run strictly one after another: all of one order key, or a single unordered row.
-#[derive(Debug)]
-pub(crate) struct Lane {
-    pub(crate) key: Option<OrderKey>,
-    pub(crate) rows: VecDeque<Delivery>,
-}
-
-impl Lane {
-    pub(crate) fn new(key: Option<OrderKey>, first: Delivery) -> Self {
-        Self { key, rows: VecDeque::from([first]) }
-    }
-}
+use super::lane_rows::{Lane, LaneRows};
 
 enum Body {
     /// Row by row.
@@ -112,23 +99,43 @@ impl Unit {
         self.crew.done(started);
     }
 
+    /// Ends an attempt whose lease has ended. Its rows are not settled: they belong to the database again. What stands behind them goes
+    /// back, as nothing may overtake them.
+    pub(crate) fn abort(&mut self, attempt: Attempt) {
+        let started = std::mem::take(&mut self.out);
+        match (&mut self.body, &attempt.rows) {
+            (Body::Single(lane), _) => self.crew.give_back(lane.rows.take()),
+            (Body::Packed(lanes, _), Rows::Many(rows)) => {
+                for (index, _) in rows {
+                    self.crew
+                        .give_back(lanes.get_mut(*index).map(|lane| lane.rows.take()).unwrap_or_default());
+                }
+            }
+            (Body::Packed(..), Rows::One(_)) => {}
+        }
+        drop(attempt);
+        self.crew.counters.aborted.add(started as u64);
+        tracing::error!(
+            rows = started,
+            "a handler ignored its cancellation until its lease had ended and was aborted; its rows will be run again"
+        );
+        self.crew.done(started);
+    }
+
     /// Hands back every row that was not started.
     pub(crate) fn release_rest(&mut self) {
         let mut released = Vec::new();
         for lane in self.body.lanes_mut() {
-            released.extend(std::mem::take(&mut lane.rows));
+            released.extend(lane.rows.take());
         }
         self.crew.release(released);
     }
 
-    /// Gives up rows whose deadline has passed, and hands back what stands behind them in their lanes.
-    pub(crate) fn drop_expired(&mut self) {
+    /// Hands back rows whose deadline has passed, and what stands behind them in their lanes.
+    pub(crate) fn give_back_expired(&mut self) {
         let crew = Arc::clone(&self.crew);
         for lane in self.body.lanes_mut() {
-            let expired = lane.rows.front().is_some_and(|row| !Crew::may_start(row));
-            if expired {
-                crew.stop_lane(&mut lane.rows);
-            }
+            crew.give_back(lane.rows.take_expired());
         }
     }
 }
@@ -147,7 +154,7 @@ impl Drop for Unit {
         let mut given_up = std::mem::take(&mut self.out);
         let mut keys = Vec::new();
         for lane in self.body.lanes_mut() {
-            given_up += std::mem::take(&mut lane.rows).len();
+            given_up += lane.rows.take().len();
             keys.extend(lane.key.take());
         }
         if given_up > 0 {
@@ -171,7 +178,7 @@ fn start_one(crew: &Arc<Crew>, category: Category, lane: &mut Lane) -> Option<At
                 });
             }
             Admission::Settled => {}
-            Admission::Expired => crew.stop_lane(&mut lane.rows),
+            Admission::Expired => crew.give_back(lane.rows.take()),
         }
     }
 }
@@ -190,7 +197,7 @@ fn start_many(crew: &Arc<Crew>, category: Category, lanes: &mut [Lane], limit: u
                     rows.push((index, running));
                 }
                 Admission::Settled => {}
-                Admission::Expired => crew.stop_lane(&mut lane.rows),
+                Admission::Expired => crew.give_back(lane.rows.take()),
             }
         }
     }
@@ -201,10 +208,9 @@ fn finish_one(crew: &Crew, lane: &mut Lane, running: Running, result: Result<(),
     let verdict = crew.judge(&running, result);
     let stops = matches!(verdict, Verdict::Retry { .. });
     let settlement = running.settle(verdict);
-    if stops && !lane.rows.is_empty() {
+    if stops {
         let mut settlements = vec![settlement];
-        let later = lane.rows.len();
-        release_into(crew, &mut settlements, lane);
+        let later = release_into(crew, &mut settlements, &mut lane.rows);
         crew.desk().put_all(settlements);
         crew.done(later);
     } else {
@@ -251,14 +257,15 @@ fn close_lane(
     stopped: Option<usize>,
 ) -> usize {
     let Some(lane) = stopped.and_then(|index| lanes.get_mut(index)) else { return 0 };
-    let later = lane.rows.len();
-    release_into(crew, settlements, lane);
-    later
+    release_into(crew, settlements, &mut lane.rows)
 }
 
-fn release_into(crew: &Crew, settlements: &mut Vec<Settlement>, lane: &mut Lane) {
-    crew.counters.released.add(lane.rows.len() as u64);
-    settlements.extend(lane.rows.drain(..).map(|row| row.settle(Verdict::Release)));
+fn release_into(crew: &Crew, settlements: &mut Vec<Settlement>, rows: &mut LaneRows) -> usize {
+    let later = rows.take();
+    let count = later.len();
+    crew.counters.released.add(count as u64);
+    settlements.extend(later.into_iter().map(|row| row.settle(Verdict::Release)));
+    count
 }
 
 fn no_answer() -> Failure {

@@ -4,17 +4,17 @@
 //! this prevents: a task per row for handlers that never wait, and a slow handler that holds up its neighbours.
 
 use std::future::poll_fn;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::Poll;
 
-use futures_util::future::{AbortHandle, Abortable};
+use futures_util::future::{AbortHandle, Abortable, Either, select};
 
 use crate::lock;
 
 use super::Crew;
-use super::attempt::Attempt;
+use super::attempt::{Answer, Attempt};
 use super::unit::{Start, Unit};
 
 /// Attempts after which a worker lets the other tasks of its thread run.
@@ -94,8 +94,10 @@ fn spawn_rest(unit: Unit, attempt: Attempt) {
 
 async fn run_rest(mut unit: Unit, mut attempt: Attempt) {
     loop {
-        let answer = (&mut attempt).await;
-        unit.finish(attempt, answer);
+        match until_its_lease_ends(&mut attempt).await {
+            Some(answer) => unit.finish(attempt, answer),
+            None => unit.abort(attempt),
+        }
         unit.crew().desk().ring();
         attempt = match unit.start() {
             Start::Attempt(attempt) => attempt,
@@ -106,6 +108,17 @@ async fn run_rest(mut unit: Unit, mut attempt: Attempt) {
                 return;
             }
         };
+    }
+}
+
+/// The answer, or `None` when the lease ended first. A handler that blocks its thread cannot be reached here: it keeps its permit, its
+/// thread and its lane until it returns.
+async fn until_its_lease_ends(attempt: &mut Attempt) -> Option<Answer> {
+    let Some(ended) = attempt.lease_ended() else { return Some(attempt.await) };
+    let ended = pin!(ended.cancelled());
+    match select(attempt, ended).await {
+        Either::Left((answer, _)) => Some(answer),
+        Either::Right(_) => None,
     }
 }
 

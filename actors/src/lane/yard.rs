@@ -14,7 +14,8 @@ use crate::lock;
 use crate::work::{Category, OrderKey};
 
 use super::crew::{Crew, Mode};
-use super::unit::{Lane, Unit};
+use super::lane_rows::{Lane, SharedRows};
+use super::unit::Unit;
 use super::worker;
 
 /// Everything that was not started, and who is looking for it.
@@ -30,9 +31,10 @@ pub(super) struct Yard {
 
 /// An order key that is queued or running.
 struct ActiveLane {
-    /// In which batch, and where in it, the lane is being put together.
+    /// In which batch the lane was put together.
     batch: u64,
-    index: usize,
+    /// The rows of the lane that were not started.
+    rows: SharedRows,
     /// Rows claimed later.
     waiting: VecDeque<Delivery>,
 }
@@ -67,18 +69,19 @@ impl Crew {
                         self.counters.overlapping.add(1);
                         yard.parked.push(delivery);
                     } else {
-                        fresh.push((category, Lane::new(None, delivery)));
+                        fresh.push((category, Lane::unordered(delivery)));
                     }
                     continue;
                 };
                 match yard.lanes.entry(key) {
                     Entry::Vacant(entry) => {
-                        let key = entry.key().clone();
-                        entry.insert(ActiveLane { batch, index: fresh.len(), waiting: VecDeque::new() });
-                        fresh.push((category, Lane::new(Some(key), delivery)));
+                        let rows = SharedRows::default();
+                        rows.push(delivery);
+                        fresh.push((category, Lane::ordered(entry.key().clone(), &rows)));
+                        entry.insert(ActiveLane { batch, rows, waiting: VecDeque::new() });
                     }
                     Entry::Occupied(entry) if entry.get().batch == batch => {
-                        fresh[entry.get().index].1.rows.push_back(delivery);
+                        entry.get().rows.push(delivery);
                     }
                     Entry::Occupied(mut entry) => {
                         self.counters.overlapping.add(1);
@@ -184,27 +187,26 @@ impl Crew {
 
     /// The lane of this key is over: rows that waited behind it are next.
     pub(crate) fn lane_done(self: &Arc<Self>, key: OrderKey) {
-        let waiting = {
+        let rows = {
             let mut yard = lock(&self.yard);
-            let waiting = yard.lanes.get_mut(&key).map(|lane| std::mem::take(&mut lane.waiting));
-            if waiting.as_ref().is_none_or(VecDeque::is_empty) {
+            let Some(lane) = yard.lanes.get_mut(&key) else { return };
+            if lane.waiting.is_empty() {
                 yard.lanes.remove(&key);
+                return;
             }
-            waiting.unwrap_or_default()
+            lane.rows.append(&mut lane.waiting);
+            lane.rows.clone()
         };
-        if waiting.is_empty() {
-            return;
-        }
         let category = key.category;
         match self.mode() {
-            Mode::Run | Mode::Held => self.queue(vec![(category, Lane { key: Some(key), rows: waiting })]),
+            Mode::Run | Mode::Held => self.queue(vec![(category, Lane::ordered(key, &rows))]),
             Mode::Draining => {
                 lock(&self.yard).lanes.remove(&key);
-                self.release(waiting);
+                self.release(rows.take());
             }
             Mode::Dead => {
                 lock(&self.yard).lanes.remove(&key);
-                self.forget(waiting);
+                self.forget(rows.take());
             }
         }
     }
@@ -220,7 +222,7 @@ impl Crew {
             (free, !yard.parked.is_empty())
         };
         if !free.is_empty() {
-            let lane = |row: Delivery| (row.work().key.category, Lane::new(None, row));
+            let lane = |row: Delivery| (row.work().key.category, Lane::unordered(row));
             self.queue(free.into_iter().map(lane).collect());
         }
         waits
@@ -251,29 +253,26 @@ impl Crew {
         (std::mem::take(&mut yard.queue), rows)
     }
 
-    /// Gives up rows that were not started before their deadline, so that they do not hold permits until a thread or a stuck stream is
-    /// free.
+    /// Hands back rows that were not started before their deadline, so that they do not hold permits until a thread or a stuck stream
+    /// is free, nor pay for a lease they could not use.
     pub(crate) fn sweep_expired(self: &Arc<Self>) {
-        let (mut units, parked, waiting) = {
+        let (mut units, parked, late) = {
             let mut yard = lock(&self.yard);
-            let expired =
-                |lane: &&mut ActiveLane| lane.waiting.front().is_some_and(|row| !Self::may_start(row));
-            let waiting: Vec<_> = yard
-                .lanes
-                .values_mut()
-                .filter(expired)
-                .map(|lane| std::mem::take(&mut lane.waiting))
-                .collect();
-            (std::mem::take(&mut yard.queue), std::mem::take(&mut yard.parked), waiting)
+            let mut late = Vec::new();
+            for lane in yard.lanes.values_mut() {
+                late.extend(lane.rows.take_expired());
+                if lane.waiting.front().is_some_and(|row| !Self::may_start(row)) {
+                    late.extend(lane.waiting.drain(..));
+                }
+            }
+            (std::mem::take(&mut yard.queue), std::mem::take(&mut yard.parked), late)
         };
-        for mut rows in waiting {
-            self.stop_lane(&mut rows);
-        }
+        self.give_back(late);
         for unit in &mut units {
-            unit.drop_expired();
+            unit.give_back_expired();
         }
-        let (alive, expired): (Vec<_>, Vec<_>) = parked.into_iter().partition(Self::may_start);
-        self.expire(expired);
+        let (alive, late): (Vec<_>, Vec<_>) = parked.into_iter().partition(Self::may_start);
+        self.give_back(late);
         {
             let mut yard = lock(&self.yard);
             yard.parked.extend(alive);

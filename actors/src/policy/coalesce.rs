@@ -16,8 +16,6 @@ pub struct CoalesceLimits {
     pub window: Duration,
     /// Items that end the wait at once; 0 counts as 1.
     pub threshold: usize,
-    /// Items that may wait at most; below the size it counts as the size.
-    pub capacity: usize,
 }
 
 impl CoalesceLimits {
@@ -27,7 +25,6 @@ impl CoalesceLimits {
             size: options.max_batch_size.max(1),
             window: Duration::from_millis(options.coalesce_window_milliseconds),
             threshold: options.immediate_flush_threshold.max(1),
-            capacity: options.channel_capacity.max(options.max_batch_size).max(1),
         }
     }
 }
@@ -60,11 +57,6 @@ impl Coalescer {
     /// How many items wait.
     pub fn waiting(&self) -> usize {
         self.waiting
-    }
-
-    /// How many more items fit.
-    pub fn room(&self) -> usize {
-        self.limits.capacity.saturating_sub(self.waiting)
     }
 
     /// `items` more have come.
@@ -108,7 +100,7 @@ mod tests {
     use super::*;
 
     fn limits() -> CoalesceLimits {
-        CoalesceLimits { size: 500, window: Duration::from_millis(10), threshold: 250, capacity: 10_000 }
+        CoalesceLimits { size: 500, window: Duration::from_millis(10), threshold: 250 }
     }
 
     fn start() -> Instant {
@@ -172,14 +164,13 @@ mod tests {
     }
 
     #[test]
-    fn the_room_shrinks_with_what_waits_and_never_wraps() {
+    fn what_waits_never_wraps() {
         let now = start();
         let mut coalescer = Coalescer::new(limits());
         coalescer.add(9_999, now);
-        assert_eq!(coalescer.room(), 1);
         coalescer.add(usize::MAX, now);
-        assert_eq!(coalescer.room(), 0);
+        assert_eq!(coalescer.waiting(), usize::MAX);
         coalescer.taken(usize::MAX);
-        assert_eq!(coalescer.room(), 10_000);
+        assert_eq!(coalescer.waiting(), 0);
     }
 }

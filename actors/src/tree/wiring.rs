@@ -36,6 +36,8 @@ struct WardenActor {
     fence: Vec<Recipient<Fence>>,
     unfence: Vec<Recipient<Unfence>>,
     evicted: Vec<Recipient<Evicted>>,
+    /// Everyone is told once, also during a drain and after the end of an actor.
+    told_evicted: bool,
 }
 
 impl Actor for WardenActor {
@@ -64,7 +66,8 @@ impl Handler<Evicted> for WardenActor {
     type Result = ();
 
     fn handle(&mut self, evicted: Evicted, _: &mut Self::Context) {
-        if self.readiness.end() {
+        self.readiness.end();
+        if !std::mem::replace(&mut self.told_evicted, true) {
             tracing::error!(instance = %evicted.0, "this instance was evicted: it claims, runs and writes nothing any more");
             self.evicted.iter().for_each(|recipient| recipient.do_send(evicted));
         }
@@ -154,6 +157,7 @@ fn warden(readiness: Arc<Readiness>, links: Arc<OnceLock<Links>>) -> Spec<Warden
             fence: links.map(|links| links.fence.clone()).unwrap_or_default(),
             unfence: links.map(|links| links.unfence.clone()).unwrap_or_default(),
             evicted: links.map(|links| links.evicted.clone()).unwrap_or_default(),
+            told_evicted: false,
         }
     })
     .on(Placement::Vital)
