@@ -15,6 +15,10 @@ use super::attempt::{Answer, Attempt, Rows};
 use super::crew::{Admission, Mode};
 use super::lane_rows::{Lane, LaneRows};
 
+#[expect(
+    clippy::large_enum_variant,
+    reason = "most units are single rows, and a box would cost an allocation for each"
+)]
 enum Body {
     /// Row by row.
     Single(Lane),

@@ -1,0 +1,152 @@
+//! What the answer of a claim means.
+//!
+//! The rule: rows that came are taken in hand, each on its permit; a claim whose outcome is unknown is recovered until it can no longer be
+//! carried out. The failure this prevents: rows leased to this instance that nobody here knows of.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use actix::prelude::*;
+use rand::RngExt;
+use tokio::sync::OwnedSemaphorePermit;
+
+use super::ClaimActor;
+use crate::actor::now;
+use crate::delivery::{Delivery, Lease};
+use crate::message::{BeatNow, Dispatch, Evicted, HandBack};
+use crate::policy::lease::LeaseWindow;
+use crate::port::{Claimed, StoreError};
+use crate::work::OrderKey;
+
+/// Contended claims retried at once, in a row, before the cadence takes over.
+const QUICK_RETRIES: u32 = 3;
+
+/// How long after it was sent a claim whose answer was lost may still be carried out by the server. Longer than the call deadline of any
+/// store: only a recovery after this time is known to have found everything.
+const LOST_CLAIM_HORIZON: Duration = Duration::from_secs(30);
+
+/// The answer of one claim.
+pub(super) struct Answer {
+    /// When a recovery before it was sent, and how many rows it brought.
+    pub(super) recovered: Option<(std::time::Instant, u64)>,
+    /// When it was sent; `None`: the recovery before it failed.
+    pub(super) sent_at: Option<std::time::Instant>,
+    pub(super) result: Result<Claimed, StoreError>,
+}
+
+impl ClaimActor {
+    pub(super) fn answered(
+        &mut self,
+        permits: OwnedSemaphorePermit,
+        answer: Answer,
+        ctx: &mut Context<Self>,
+    ) {
+        let Answer { recovered, sent_at, result } = answer;
+        if let Some((recovery_sent_at, rows)) = recovered {
+            self.counters.recovered += rows;
+            self.lost_claim.take_if(|lost| recovery_sent_at >= *lost + LOST_CLAIM_HORIZON);
+        }
+        let asked = permits.num_permits();
+        let again = match result {
+            Ok(claimed) => self.take(permits, sent_at.unwrap_or_else(now), claimed, asked),
+            Err(error) => {
+                drop(permits);
+                if sent_at.is_some() && error.outcome_is_unknown() {
+                    self.lost_claim = sent_at;
+                }
+                if self.fail(&error) {
+                    let pause = Duration::from_micros(self.rng.random_range(5_000..25_000));
+                    self.sleep(pause, ctx);
+                    return;
+                }
+                false
+            }
+        };
+        self.rest(again, ctx);
+    }
+
+    /// Takes claimed rows in hand. Returns whether to claim again at once.
+    fn take(
+        &mut self,
+        mut permits: OwnedSemaphorePermit,
+        sent_at: std::time::Instant,
+        claimed: Claimed,
+        asked: usize,
+    ) -> bool {
+        self.health.well();
+        self.contended = 0;
+        self.counters.startup_catch_up = 1;
+        let Claimed { works, has_more } = claimed;
+        let rows = works.len();
+        if rows == 0 {
+            self.empty_polls = self.empty_polls.saturating_add(1);
+            self.counters.empty += 1;
+            return false;
+        }
+        self.empty_polls = 0;
+        self.due_misses = 0;
+        self.counters.rows += rows as u64;
+        let lease = &self.parts.options;
+        let grace = Duration::from_secs(lease.lease_renewal.lease_grace_seconds.into());
+        let lease = Lease::new(LeaseWindow::new(sent_at, lease.claim.lease(), grace));
+        let mut deliveries = Vec::with_capacity(rows);
+        for work in works {
+            let Some(permit) = permits.split(1) else {
+                tracing::error!(asked, rows, "the store leased more rows than it was asked for");
+                self.lost_claim = Some(sent_at);
+                break;
+            };
+            deliveries.push(Delivery::new(work, permit, &self.parts.in_flight, &lease));
+        }
+        drop(permits);
+        let again = rows >= asked || has_more;
+        mark_runs(&mut deliveries, again, self.parts.options.dispatch.stream_run);
+        if self.fenced || self.over {
+            self.counters.handed_back += deliveries.len() as u64;
+            self.parts.hand_back.do_send(HandBack { deliveries });
+        } else {
+            self.parts.dispatch.do_send(Dispatch { deliveries });
+        }
+        again
+    }
+
+    /// Notes an error. Returns whether to try again almost at once.
+    fn fail(&mut self, error: &StoreError) -> bool {
+        if self.health.wrong(error) {
+            tracing::warn!(%error, in_a_row = self.health.in_a_row(), "claim failed");
+        }
+        if matches!(error, StoreError::Contended(_)) && self.contended < QUICK_RETRIES {
+            self.contended += 1;
+            return self.may_claim();
+        }
+        self.contended = 0;
+        self.empty_polls = self.empty_polls.saturating_add(1);
+        match error {
+            StoreError::NotRegistered(_) => self.parts.beat_now.do_send(BeatNow),
+            StoreError::Evicted(instance) => {
+                self.fenced = true;
+                self.over = true;
+                self.parts.evicted.do_send(Evicted(*instance));
+            }
+            _ => {}
+        }
+        false
+    }
+}
+
+/// Marks the last row of every run behind which there may be more: the store stops at `stream_run` rows of an order key, and a claim that
+/// was cut short may have stopped anywhere. The failure this prevents: a deep stream that goes on only once per polling interval.
+fn mark_runs(deliveries: &mut [Delivery], cut_short: bool, stream_run: u32) {
+    let mut runs: HashMap<OrderKey, (u32, usize)> = HashMap::new();
+    for (at, delivery) in deliveries.iter().enumerate() {
+        if let Some(key) = delivery.order_key() {
+            let run = runs.entry(key).or_default();
+            *run = (run.0 + 1, at);
+        }
+    }
+    for (rows, last) in runs.into_values() {
+        if cut_short || rows >= stream_run {
+            deliveries[last].expect_more_behind();
+        }
+    }
+}
