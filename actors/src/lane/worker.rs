@@ -65,16 +65,30 @@ async fn run_inline(mut unit: Unit, burst: &mut u32) {
                 unit.crew().desk().ring();
                 spawn_rest(unit, attempt);
                 // Without this the new task may sit in this thread's private slot while the next handler blocks the thread.
-                tokio::task::yield_now().await;
+                step_aside().await;
                 return;
             }
         }
         *burst += 1;
         if *burst >= BURST {
             *burst = 0;
-            tokio::task::yield_now().await;
+            step_aside().await;
         }
     }
+}
+
+/// Goes to the end of this thread's queue, from where an idle thread may take it. Not tokio's `yield_now`: that keeps the task in a list of
+/// the thread until the thread has nothing else to do, and a handler that blocks the thread meanwhile takes every such worker with it.
+async fn step_aside() {
+    let mut stepped = false;
+    poll_fn(|cx| {
+        if std::mem::replace(&mut stepped, true) {
+            return Poll::Ready(());
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
 }
 
 /// Gives the rest of a unit a task of its own.
