@@ -109,7 +109,8 @@ impl Default for HeartbeatOptions {
     }
 }
 
-/// How leases are renewed and where that ends.
+/// How leases are renewed and where that ends. So far only `lease_grace_seconds` is in force: the actor that renews comes with a later
+/// release, and a handler has the lease minus the grace until then.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LeaseRenewalOptions {
