@@ -108,8 +108,6 @@ pub(crate) struct CrewParts {
 pub(crate) struct Crew {
     instance: InstanceId,
     runners: [Option<Arc<dyn Runner>>; 4],
-    /// What each runner said once, at the start: user code is not asked on the dispatching thread again.
-    batch_limits: [usize; 4],
     handlers: Handle,
     pub(super) threads: usize,
     retry: RetryPolicy,
@@ -127,15 +125,12 @@ pub(crate) struct Crew {
 impl Crew {
     pub(crate) fn new(parts: CrewParts) -> Arc<Self> {
         let mut runners = [const { None }; 4];
-        let mut batch_limits = [1; 4];
         for (category, runner) in parts.runners {
-            batch_limits[category as usize] = runner.max_batch().max(1);
             runners[category as usize] = Some(runner);
         }
         Arc::new(Self {
             instance: parts.instance,
             runners,
-            batch_limits,
             handlers: parts.handlers,
             threads: parts.threads.max(1),
             retry: parts.retry,
@@ -157,10 +152,6 @@ impl Crew {
 
     pub(crate) fn runner(&self, category: Category) -> Option<&Arc<dyn Runner>> {
         self.runners[category as usize].as_ref()
-    }
-
-    pub(crate) fn batch_limit(&self, category: Category) -> usize {
-        self.batch_limits[category as usize]
     }
 
     pub(crate) fn handlers(&self) -> &Handle {

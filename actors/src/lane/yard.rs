@@ -139,6 +139,10 @@ impl Crew {
         }
     }
 
+    fn batch_limit(&self, category: Category) -> usize {
+        self.runner(category).map_or(1, |runner| runner.max_batch().max(1))
+    }
+
     /// Sends for as many workers as there is work and threads for.
     pub(crate) fn hire(self: &Arc<Self>) {
         let hired = {
