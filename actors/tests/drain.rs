@@ -59,7 +59,7 @@ fn work_flows_from_the_table_through_the_handler_and_back() {
         );
         let claim = account(&accounts, "claim");
         assert_eq!((claim.counter("rows"), claim.counter("in_flight")), (3_000, 0));
-        assert_eq!(claim.counter("free_permits"), 1_000);
+        assert_eq!(claim.counter("free_permits"), 2_000);
         assert_eq!(account(&accounts, "settle").counter("applied"), 3_000);
         engine.drain().await;
     });
@@ -228,7 +228,7 @@ fn all_permits_are_back_after_failures_panics_and_retries() {
         store.finished().await;
         sleep(Duration::from_secs(1)).await;
         let claim = account(&engine.observe().await, "claim");
-        assert_eq!((claim.counter("free_permits"), claim.counter("in_flight")), (1_000, 0));
+        assert_eq!((claim.counter("free_permits"), claim.counter("in_flight")), (2_000, 0));
         engine.drain().await;
         assert_eq!(store.leased(), 0);
     });

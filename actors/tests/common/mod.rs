@@ -60,6 +60,6 @@ pub(crate) async fn account(rig: &DispatchRig) -> Account {
 }
 
 pub(crate) fn assert_all_permits_are_back(rig: &DispatchRig) {
-    assert_eq!(rig.permits.available_permits(), 1_000);
+    assert_eq!(rig.permits.available_permits(), 2_000);
     assert!(rig.in_flight.is_empty());
 }
