@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use common::quick;
 use common::wait::eventually;
 use serde_json::json;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
@@ -22,13 +23,6 @@ impl Publisher for Teller {
     async fn publish_one(&self, message: &OutboxMessage) -> Outcome {
         self.0.send(message.clone()).map_err(|_| Failure::retry("the test is over"))
     }
-}
-
-fn quick() -> Options {
-    let mut options = Options::default();
-    options.claim.polling_interval_milliseconds = 20;
-    options.claim.polling_max_interval_milliseconds = 100;
-    options
 }
 
 #[tokio::test]

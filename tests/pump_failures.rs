@@ -5,8 +5,8 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::Bouncer;
 use common::wait::eventually;
+use common::{Bouncer, quick};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -43,13 +43,6 @@ impl Handler<Step> for Fated {
 fn fated() -> (Fated, UnboundedReceiver<(u64, u32)>) {
     let (told, telling) = unbounded_channel();
     (Fated(told), telling)
-}
-
-fn quick() -> Options {
-    let mut options = Options::default();
-    options.claim.polling_interval_milliseconds = 20;
-    options.claim.polling_max_interval_milliseconds = 100;
-    options
 }
 
 fn step(number: u64, fate: &str) -> NewInbox {

@@ -22,7 +22,7 @@ use crate::registry::{Exit, Host, Registry, StartFailed};
 use crate::runner::Runner;
 use crate::work::Category;
 
-use wiring::Specs;
+use wiring::{CatchUp, Specs};
 
 pub use crate::message::Drained as DrainReport;
 
@@ -131,6 +131,10 @@ impl Engine {
             })
             .start(host, start_deadline)
             .await?;
+        // The first beat's news may still be on its way; an engine that has started is ready. Should the warden have ended, it is not.
+        if let Some(warden) = registry.recipient::<CatchUp>() {
+            let _ = warden.send(CatchUp).await;
+        }
         Ok(Self {
             registry: Arc::new(registry),
             readiness,

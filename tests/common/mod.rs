@@ -36,3 +36,11 @@ pub fn scale() -> u32 {
     let scale = value.parse().ok().filter(|scale| *scale > 0);
     scale.unwrap_or_else(|| panic!("WORKPUMP_TEST_SCALE must be a whole number from 1, not {value:?}"))
 }
+
+/// Options for a pump that polls so often that no test has to wait for it.
+pub fn quick() -> workpump::Options {
+    let mut options = workpump::Options::default();
+    options.claim.polling_interval_milliseconds = 20;
+    options.claim.polling_max_interval_milliseconds = 100;
+    options
+}

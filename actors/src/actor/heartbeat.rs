@@ -203,10 +203,11 @@ impl HeartbeatActor {
         self.accepted += 1;
         if !self.member {
             self.member = true;
-            (self.parts.progress)(Ok(()));
+            // In this order: whoever waits for the progress can rely on the news being on its way.
             for unfence in &self.parts.unfence {
                 unfence.do_send(Unfence);
             }
+            (self.parts.progress)(Ok(()));
         }
     }
 

@@ -44,6 +44,17 @@ impl Actor for WardenActor {
     type Context = Context<Self>;
 }
 
+/// Answered when everything that was sent to the warden before has been seen to.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub(super) struct CatchUp;
+
+impl Handler<CatchUp> for WardenActor {
+    type Result = ();
+
+    fn handle(&mut self, _: CatchUp, _: &mut Self::Context) {}
+}
+
 impl Handler<Fence> for WardenActor {
     type Result = ();
 
@@ -161,6 +172,7 @@ fn warden(readiness: Arc<Readiness>, links: Arc<OnceLock<Links>>) -> Spec<Warden
         }
     })
     .on(Placement::Vital)
+    .provides::<CatchUp>()
     .provides::<Fence>()
     .provides::<Unfence>()
     .provides::<Evicted>()
