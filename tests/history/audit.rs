@@ -72,8 +72,9 @@ begin
     execute format('select array_agg(id) from (select %1$I as id from %3$I where instance_id is not null
         and (%1$I = $1 or stream_id = $2 and %2$s = $3) order by %1$I for update nowait) l', p_key, p_lane, p_table)
         into v_ids using v_row.id, v_row.stream_id, v_row.lane;
-    execute format('update %2$I set lease_expiry = clock_timestamp() where %1$I = any ($1) and lease_expiry > clock_timestamp()',
-        p_key, p_table) using v_ids;
+    -- One instant for the whole run, as for every lease.
+    execute format('update %2$I set lease_expiry = $2 where %1$I = any ($1) and lease_expiry > $2', p_key, p_table)
+        using v_ids, clock_timestamp();
 exception when lock_not_available then
     return;
 end $f$;

@@ -15,13 +15,13 @@ type Stream = (&'static str, Uuid, String);
 /// Samples until the run is over; returns how often.
 pub(crate) async fn sample(world: Arc<World>) -> usize {
     let db = session(&world.url).await;
-    // The clock is read after the snapshot: what is live then was live in it.
+    // The clock is read once, after the snapshot: what is live then was live in it, and all rows of a run end in the same instant.
     let parts: Vec<_> = KINDS
         .iter()
         .map(|kind| {
             format!(
-                "select '{}'::text, stream_id, {}, seq, instance_id, instance_id is not null and lease_expiry > clock_timestamp()
-                 from {} where stream_id is not null and {} is null",
+                "select '{}'::text, stream_id, {}, seq, instance_id, instance_id is not null and lease_expiry > clock.now
+                 from {} cross join clock where stream_id is not null and {} is null",
                 kind.category,
                 kind.lane.unwrap_or("''"),
                 kind.table,
@@ -29,7 +29,8 @@ pub(crate) async fn sample(world: Arc<World>) -> usize {
             )
         })
         .collect();
-    let snapshot = db.prepare(&parts.join(" union all ")).await.expect("a statement");
+    let clock = "with clock as materialized (select clock_timestamp() as now)";
+    let snapshot = db.prepare(&format!("{clock} {}", parts.join(" union all "))).await.expect("a statement");
     let waits = "select wait_event, pid::text || query_start::text,
                     (select string_agg(b.state || ' ' || b.query, '; ') from pg_stat_activity b where b.pid = any (pg_blocking_pids(a.pid)))
                  from pg_stat_activity a where wait_event_type = 'Lock' and state = 'active'
