@@ -7,6 +7,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, ExitStatus, Output, Stdio};
 
+use common::wait::eventually;
 use serde_json::{Value, json};
 use uuid::Uuid;
 
@@ -93,17 +94,15 @@ fn temporary(name: &str) -> PathBuf {
 
 /// The lines of a file that is written to, when there are at least so many. A file sends no event.
 async fn lines_of(path: &Path, at_least: usize) -> Vec<Value> {
-    for _ in 0..1_500 {
+    let mut lines: Vec<Value> = Vec::new();
+    eventually(&format!("{at_least} lines in {}", path.display()), async || {
         let text = fs::read_to_string(path).unwrap_or_default();
         let whole = text.rfind('\n').map_or("", |end| &text[..end]);
-        let lines: Vec<Value> =
-            whole.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect();
-        if lines.len() >= at_least {
-            return lines;
-        }
-        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
-    }
-    panic!("not within 30 s: {at_least} lines in {}", path.display());
+        lines = whole.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect();
+        lines.len() >= at_least
+    })
+    .await;
+    lines
 }
 
 #[tokio::test]

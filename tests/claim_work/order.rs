@@ -5,7 +5,8 @@ use std::time::Duration;
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use crate::work::{Claim, Claimed, KINDS, Lab, OUTBOX, PERSPECTIVE, RECEPTOR, eventually, ids, verdict};
+use crate::common::wait::eventually;
+use crate::work::{Claim, Claimed, KINDS, Lab, OUTBOX, PERSPECTIVE, RECEPTOR, ids, verdict};
 
 #[tokio::test]
 async fn a_run_comes_in_the_order_of_its_stream() {

@@ -3,7 +3,7 @@
 
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use tokio_postgres::types::ToSql;
 use tokio_postgres::{AsyncMessage, Client, Error, NoTls, Row};
@@ -376,15 +376,6 @@ impl Session {
 pub fn refusal(error: &Error) -> (String, Option<String>) {
     let db = error.as_db_error().unwrap_or_else(|| panic!("an answer of the database, not {error:?}"));
     (db.code().code().to_owned(), db.hint().map(str::to_owned))
-}
-
-/// Polls a condition until it holds.
-pub async fn eventually<F: AsyncFnMut() -> bool>(what: &str, mut condition: F) {
-    let deadline = tokio::time::Instant::now() + Duration::from_secs(20);
-    while !condition().await {
-        assert!(tokio::time::Instant::now() < deadline, "{what} did not come about");
-        tokio::time::sleep(Duration::from_millis(2)).await;
-    }
 }
 
 pub fn millis(since: tokio::time::Instant) -> f64 {
