@@ -15,10 +15,10 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use crate::instance::{Gate, InstanceIdentity};
-use crate::message::{Account, Drain, GateChanged, Halt, Observe, RequestImmediatePoll};
+use crate::message::{Account, Drain, GateChanged, Observe, RequestImmediatePoll};
 use crate::options::{Options, OptionsError};
 use crate::port::{InstanceStore, WorkStore};
-use crate::registry::{Exit, Host, Registry, StartFailed};
+use crate::registry::{Host, Registry, StartFailed};
 use crate::runner::Runner;
 use crate::work::Category;
 
@@ -110,29 +110,9 @@ impl Engine {
         let specs = Specs::new(parts, &readiness);
         let (heartbeat, settle, dispatch, claim) =
             (specs.heartbeat.addr(), specs.settle.addr(), specs.dispatch.addr(), specs.claim.addr());
-        let ended = Arc::clone(&readiness);
-        let (halt_claim, halt_dispatch) = (claim.clone().recipient(), dispatch.clone().recipient());
-        let registry = specs
-            .group()
-            .on_failure(move |child, exit| {
-                ended.end();
-                halt_claim.do_send(Halt);
-                halt_dispatch.do_send(Halt);
-                let cause = match exit {
-                    Exit::Panicked(text) => text.as_str(),
-                    Exit::Stopped => "it stopped",
-                    Exit::ThreadGone => "its thread ended",
-                };
-                tracing::error!(
-                    child,
-                    cause,
-                    "an actor has ended: this engine claims and starts nothing any more; drain it and start another"
-                );
-            })
-            .start(host, start_deadline)
-            .await?;
+        let registry = specs.group().start(host, start_deadline).await?;
         // The first beat's news may still be on its way; an engine that has started is ready. Should the warden have ended, it is not.
-        if let Some(warden) = registry.recipient::<CatchUp>() {
+        if let Ok(warden) = registry.recipient::<CatchUp>() {
             let _ = warden.send(CatchUp).await;
         }
         Ok(Self {
@@ -152,7 +132,7 @@ impl Engine {
 
     /// The address of an actor of the tree.
     pub fn addr<A: Actor>(&self) -> Option<Addr<A>> {
-        self.registry.addr()
+        self.registry.addr().ok()
     }
 
     /// Whoever takes this message.
@@ -161,7 +141,7 @@ impl Engine {
         M: Message + Send + 'static,
         M::Result: Send,
     {
-        self.registry.recipient()
+        self.registry.recipient().ok()
     }
 
     /// Claims now, at any depth of backoff.
@@ -222,7 +202,7 @@ impl Engine {
     where
         M: Message<Result = ()> + Send + 'static,
     {
-        if let Some(recipient) = self.registry.recipient::<M>() {
+        if let Ok(recipient) = self.registry.recipient::<M>() {
             recipient.do_send(message);
         }
     }

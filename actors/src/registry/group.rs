@@ -1,231 +1,384 @@
-//! Several actors that start and stop together.
+//! Several children that start, stop and are restarted together.
 
-use std::any::TypeId;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use actix::prelude::*;
-use tokio::sync::{oneshot, watch};
-use tokio::time::{Instant, timeout, timeout_at};
+use futures_util::future::BoxFuture;
+use tokio::sync::{mpsc, oneshot};
 
-use super::incarnation::Exit;
-use super::lock;
-use super::spec::{AnySpec, Book, Child, Launched};
-use super::{Host, Spec};
+use super::book::Core;
+use super::child::{ActorNode, Entries, Launch, Node, Report, Run, Settings};
+use super::members::{Cell, Members, close_members, forget_members};
+use super::restart::check;
+use super::slot::Slot;
+use super::spec::Progress;
+use super::supervisor::{News, Supervisor};
+use super::{
+    Backoff, Exit, GaveUp, Host, Intensity, Name, Placement, Registry, Restart, Spec, StartFailed, Strategy,
+};
 
-/// How long a child may take to stop before it is ended without being asked.
-const STOP_GRACE: Duration = Duration::from_secs(5);
+type LastWords = Arc<dyn Fn(GaveUp) -> BoxFuture<'static, ()> + Send + Sync>;
 
-/// A child did not come up, so nothing did.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{child} did not start: {cause}")]
-pub struct StartFailed {
-    /// Which one.
-    pub child: &'static str,
-    /// The last thing known about why.
-    pub cause: String,
+/// What holds for all children of a group.
+#[derive(Clone)]
+pub(super) struct Policy {
+    pub(super) strategy: Strategy,
+    pub(super) ordered: bool,
+    pub(super) placement: Placement,
+    pub(super) intensity: Intensity,
+    pub(super) backoff: Backoff,
+    pub(super) last_words: Option<LastWords>,
+    /// Seed of the jitter.
+    pub(super) seed: u64,
 }
 
-type OnFailure = Arc<dyn Fn(&'static str, &Exit) + Send + Sync>;
+impl Policy {
+    /// What a child takes from it.
+    pub(super) fn inherited(&self) -> Inherited {
+        Inherited { placement: self.placement, intensity: self.intensity, backoff: self.backoff }
+    }
+}
 
-/// Actors to be started in this order and stopped in the reverse one.
+/// Children to be started in this order and stopped in the reverse one, and what to do when one of them dies.
+///
+/// A group inside a group is a child like any other: when it gives up, it has died, and its parent restarts it as a whole, or gives up
+/// itself, or, with [`Restart::Temporary`], leaves it at that. Default: no restart of a group that gave up, so that its parent gives up
+/// too, up to the root: a limit reached is a limit reached.
 pub struct Group {
-    name: &'static str,
-    specs: Vec<Box<dyn AnySpec>>,
-    book: Book,
-    on_failure: Option<OnFailure>,
+    name: Name,
+    members: Vec<Member>,
+    strategy: Strategy,
+    ordered: bool,
+    placement: Option<Placement>,
+    child_intensity: Option<Intensity>,
+    child_backoff: Option<Backoff>,
+    last_words: Option<LastWords>,
+    settings: Settings,
+}
+
+enum Member {
+    Actor(Box<dyn Node>, Entries),
+    Group(Box<Group>),
 }
 
 impl fmt::Debug for Group {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Group")
             .field("name", &self.name)
-            .field("children", &self.specs.len())
+            .field("children", &self.members.len())
             .finish_non_exhaustive()
     }
 }
 
 impl Group {
     /// An empty group.
-    pub fn new(name: &'static str) -> Self {
-        Self { name, specs: Vec::new(), book: Book::default(), on_failure: None }
+    pub fn new(name: impl Into<Name>) -> Self {
+        let once = Intensity { max_restarts: 0, ..Intensity::default() };
+        Self {
+            name: name.into(),
+            members: Vec::new(),
+            strategy: Strategy::default(),
+            ordered: true,
+            placement: None,
+            child_intensity: None,
+            child_backoff: None,
+            last_words: None,
+            settings: Settings { ready_within: None, intensity: Some(once), ..Settings::default() },
+        }
     }
 
     /// One more child, started after those before it.
     #[must_use]
     pub fn child<A: Actor<Context = Context<A>>>(mut self, spec: Spec<A>) -> Self {
-        spec.write_into(&mut self.book);
-        self.specs.push(Box::new(spec));
+        let (node, entries) = ActorNode::new(spec);
+        self.members.push(Member::Actor(Box::new(node), entries));
         self
     }
 
-    /// What to do when a started child ends without being asked to.
+    /// One more group, started as a whole after those before it.
     #[must_use]
-    pub fn on_failure(mut self, told: impl Fn(&'static str, &Exit) + Send + Sync + 'static) -> Self {
-        self.on_failure = Some(Arc::new(told));
+    pub fn group(mut self, group: Self) -> Self {
+        self.members.push(Member::Group(Box::new(group)));
+        self
+    }
+
+    /// Who is restarted with a child that died. Default: [`Strategy::OneForOne`].
+    #[must_use]
+    pub fn strategy(mut self, strategy: Strategy) -> Self {
+        self.strategy = strategy;
+        self
+    }
+
+    /// Starts the children all at once, and stops them so: where order does not matter, the slowest alone decides how long it takes.
+    #[must_use]
+    pub fn in_parallel(mut self) -> Self {
+        self.ordered = false;
+        self
+    }
+
+    /// Where children live whose spec does not say so. Default: where the parent places its own; the root: [`Placement::Work`].
+    #[must_use]
+    pub fn on(mut self, placement: Placement) -> Self {
+        self.placement = Some(placement);
+        self
+    }
+
+    /// How many restarts of one child are too many, unless its spec says otherwise. Default: that of the parent.
+    #[must_use]
+    pub fn intensity(mut self, intensity: Intensity) -> Self {
+        self.child_intensity = Some(intensity);
+        self
+    }
+
+    /// How long a dead child waits, unless its spec says otherwise. Default: that of the parent.
+    #[must_use]
+    pub fn backoff(mut self, backoff: Backoff) -> Self {
+        self.child_backoff = Some(backoff);
+        self
+    }
+
+    /// Which ends of this group its parent answers with another life of it, how many are too many, and how long it waits.
+    #[must_use]
+    pub fn as_child(mut self, restart: Restart, intensity: Intensity, backoff: Backoff) -> Self {
+        self.settings.restart = restart;
+        self.settings.intensity = Some(intensity);
+        self.settings.backoff = Some(backoff);
+        self
+    }
+
+    /// When this group gives up, it stays down and its parent goes on without it. [`Registry::health`] names the child.
+    #[must_use]
+    pub fn contained(mut self) -> Self {
+        self.settings.restart = Restart::Temporary;
+        self
+    }
+
+    /// What to do when a child was given up, before the others are stopped. They are alive meanwhile, and nothing is restarted. It has to
+    /// end by itself.
+    #[must_use]
+    pub fn last_words<F>(mut self, say: impl Fn(GaveUp) -> F + Send + Sync + 'static) -> Self
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        self.last_words = Some(Arc::new(move |gave_up| Box::pin(say(gave_up))));
         self
     }
 
     /// Starts all children, each when the one before it is ready. All or nothing, within `deadline`.
     ///
     /// Needs no particular runtime: the work is done on the host.
+    ///
+    /// # Errors
+    ///
+    /// When the tree cannot work, and when a child does not become ready: it is named, with the last thing known about why. What had been
+    /// started is stopped again, and the host is closed.
     pub async fn start(self, host: Host, deadline: Duration) -> Result<Registry, StartFailed> {
-        let Self { name, specs, book, on_failure } = self;
+        if cfg!(panic = "abort") {
+            tracing::warn!(
+                "built with panic = \"abort\": a panic of an actor ends the process, and nothing is restarted"
+            );
+        }
         let host = Arc::new(host);
-        let (done, doing) = oneshot::channel();
-        let on_host = Arc::clone(&host);
-        host.spawn(async move {
-            let started = bring_up(specs, &on_host, deadline).await;
-            if let Err(Ok(children)) = done.send(started) {
-                // Whoever asked is gone.
-                stop_all(&children).await;
-            }
-        });
-        match doing.await {
-            Ok(Ok(children)) => {
-                let (closing, _) = watch::channel(false);
-                let registry = Registry { host, children: Arc::new(children), book, closing };
-                registry.watch(on_failure);
-                Ok(registry)
-            }
-            Ok(Err(failed)) => {
+        let core = Core::new(self.name.clone(), Arc::clone(&host));
+        let inherited = Inherited::default();
+        let entered = core
+            .enter(&self.name, None, true)
+            .and_then(|child| self.into_node(&core, inherited).map(|node| (child, node)));
+        let started = match entered {
+            Ok((child, node)) => start_root(child, node, &core, deadline).await,
+            Err(invalid) => Err(invalid),
+        };
+        match started {
+            Ok(()) => Ok(Registry::owning(core)),
+            Err(failed) => {
                 host.close().await;
                 Err(failed)
             }
-            Err(_) => Err(StartFailed { child: name, cause: "the host ended during the start".to_owned() }),
         }
     }
-}
 
-async fn bring_up(
-    specs: Vec<Box<dyn AnySpec>>,
-    host: &Host,
-    deadline: Duration,
-) -> Result<Vec<Child>, StartFailed> {
-    let until = Instant::now() + deadline;
-    let mut started = Vec::with_capacity(specs.len());
-    for spec in specs {
-        let Launched { child, mut ready, progress } = spec.launch(host);
-        let mut exit = child.exit.clone();
-        let cause = tokio::select! {
-            biased;
-            answer = timeout_at(until, &mut ready) => match answer {
-                Ok(Ok(())) => None,
-                Ok(Err(_)) => Some("it ended before it was ready".to_owned()),
-                Err(_) => {
-                    let waited = format!("not ready within {} ms", deadline.as_millis());
-                    Some(progress.last_problem().map_or(waited.clone(), |problem| format!("{waited}: {problem}")))
-                }
-            },
-            exit = exit.wait_for(Option::is_some) => Some(match exit.as_deref() {
-                Ok(Some(Exit::Panicked(text))) => format!("it panicked: {text}"),
-                _ => progress.last_problem().unwrap_or_else(|| "it ended before it was ready".to_owned()),
-            }),
-        };
-        let name = child.name;
-        started.push(child);
-        if let Some(cause) = cause {
-            stop_all(&started).await;
-            return Err(StartFailed { child: name, cause });
-        }
-    }
-    Ok(started)
-}
-
-/// Stops children in reverse order, each before the next.
-async fn stop_all(children: &[Child]) {
-    for child in children.iter().rev() {
-        if let Some(stop) = lock(&child.stop).take() {
-            // It may have ended by itself.
-            let _ = stop.send(());
-        }
-        let mut exit = child.exit.clone();
-        let gone = async move { exit.wait_for(Option::is_some).await.map(drop) };
-        if timeout(STOP_GRACE, gone).await.is_ok() {
-            continue;
-        }
-        tracing::warn!(child = child.name, "did not stop in time and is ended");
-        if let Some(kill) = lock(&child.kill).take() {
-            let _ = kill.send(());
-        }
-    }
-}
-
-/// A running group.
-pub struct Registry {
-    host: Arc<Host>,
-    children: Arc<Vec<Child>>,
-    book: Book,
-    closing: watch::Sender<bool>,
-}
-
-impl fmt::Debug for Registry {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Registry").field("children", &self.children).finish_non_exhaustive()
-    }
-}
-
-impl Registry {
-    /// The address of the child of this type.
-    pub fn addr<A: Actor>(&self) -> Option<Addr<A>> {
-        self.book.addrs.get(&TypeId::of::<A>())?.downcast_ref::<Addr<A>>().cloned()
-    }
-
-    /// The child that declared to provide this message.
-    pub fn recipient<M>(&self) -> Option<Recipient<M>>
-    where
-        M: Message + Send + 'static,
-        M::Result: Send,
-    {
-        self.book.recipients.get(&TypeId::of::<M>())?.downcast_ref::<Recipient<M>>().cloned()
-    }
-
-    /// Runs a future on the host's main thread. Returns whether it still can.
-    pub fn spawn(&self, future: impl Future<Output = ()> + Send + 'static) -> bool {
-        self.host.spawn(future)
-    }
-
-    /// Stops all children in reverse order, then the host, and waits until its threads are gone. A second call does the same again and
-    /// finds little to do. Needs no particular runtime.
-    pub async fn shutdown(&self) {
-        self.closing.send_replace(true);
-        let (done, doing) = oneshot::channel();
-        let children = Arc::clone(&self.children);
-        self.host.spawn(async move {
-            stop_all(&children).await;
-            // Whoever asked may be gone.
-            let _ = done.send(());
-        });
-        // No answer means that the host has ended already, and its actors with it.
-        let _ = doing.await;
-        self.host.close().await;
-    }
-
-    fn watch(&self, on_failure: Option<OnFailure>) {
-        let Some(on_failure) = on_failure else { return };
-        for child in self.children.iter() {
-            let (name, mut exit, closing) = (child.name, child.exit.clone(), self.closing.subscribe());
-            let on_failure = Arc::clone(&on_failure);
-            self.host.spawn(async move {
-                if let Ok(exit) = exit.wait_for(Option::is_some).await
-                    && let Some(exit) = exit.as_ref()
-                    && !*closing.borrow()
-                {
-                    on_failure(name, exit);
-                }
-            });
-        }
-    }
-}
-
-impl Drop for Registry {
-    fn drop(&mut self) {
-        self.closing.send_replace(true);
-        for child in self.children.iter().rev() {
-            if let Some(stop) = lock(&child.stop).take() {
-                let _ = stop.send(());
+    /// Enters the group and everybody in it below a group that runs.
+    pub(super) fn enter_below(
+        self,
+        core: &Arc<Core>,
+        parent: &Name,
+        from: Inherited,
+    ) -> Result<(u64, GroupNode), StartFailed> {
+        let name = self.name.clone();
+        let child = core.enter(&name, Some(parent), true)?;
+        let node = check_policy(&name, &self.settings, &from).and_then(|()| self.into_node(core, from));
+        match node {
+            Ok(node) => Ok((child, node)),
+            Err(invalid) => {
+                core.leave_all(&name);
+                Err(invalid)
             }
         }
+    }
+
+    /// Enters everybody into the book and checks that it can work.
+    pub(super) fn into_node(self, core: &Arc<Core>, from: Inherited) -> Result<GroupNode, StartFailed> {
+        let mine = Inherited {
+            placement: self.placement.unwrap_or(from.placement),
+            intensity: self.child_intensity.unwrap_or(from.intensity),
+            backoff: self.child_backoff.unwrap_or(from.backoff),
+        };
+        if self.strategy == Strategy::RestForOne && !self.ordered {
+            return Err(StartFailed::NoOrder(self.name));
+        }
+        let mut slots = Vec::with_capacity(self.members.len());
+        for member in self.members {
+            let (child, node): (u64, Box<dyn Node>) = match member {
+                Member::Actor(node, entries) => {
+                    (enter_actor(core, &self.name, &*node, entries, &mine)?, node)
+                }
+                Member::Group(group) => {
+                    let child = core.enter(&group.name, Some(&self.name), true)?;
+                    check_policy(&group.name, &group.settings, &mine)?;
+                    (child, Box::new(group.into_node(core, mine)?))
+                }
+            };
+            slots.push(Slot::new(child, node));
+        }
+        let policy = Policy {
+            strategy: self.strategy,
+            ordered: self.ordered,
+            placement: mine.placement,
+            intensity: mine.intensity,
+            backoff: mine.backoff,
+            last_words: self.last_words,
+            seed: seed(),
+        };
+        let members = Members { name: self.name.clone(), slots, policy };
+        Ok(GroupNode { name: self.name, settings: self.settings, cell: Arc::new(Mutex::new(Some(members))) })
+    }
+}
+
+/// What a group takes from its parent.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Inherited {
+    pub(super) placement: Placement,
+    pub(super) intensity: Intensity,
+    pub(super) backoff: Backoff,
+}
+
+/// A seed for jitter, taken at the edge so that everything inside can be repeated.
+fn seed() -> u64 {
+    uuid::Uuid::now_v7().as_u64_pair().1
+}
+
+/// Enters an actor into the book.
+pub(super) fn enter_actor(
+    core: &Core,
+    group: &Name,
+    node: &dyn Node,
+    entries: Entries,
+    from: &Inherited,
+) -> Result<u64, StartFailed> {
+    check_policy(node.name(), node.settings(), from)?;
+    let child = core.enter(node.name(), Some(group), false)?;
+    core.list(node.name(), entries).inspect_err(|_| core.leave(node.name()))?;
+    Ok(child)
+}
+
+fn check_policy(child: &Name, settings: &Settings, from: &Inherited) -> Result<(), StartFailed> {
+    let intensity = settings.intensity.unwrap_or(from.intensity);
+    let backoff = settings.backoff.unwrap_or(from.backoff);
+    let never_restarted = settings.restart == Restart::Temporary;
+    match check(&intensity, &backoff) {
+        Err(policy) if !never_restarted => Err(StartFailed::Policy { child: child.clone(), policy }),
+        _ => Ok(()),
+    }
+}
+
+/// Starts the root and leaves a task that waits for its end.
+async fn start_root(
+    child: u64,
+    mut root: GroupNode,
+    core: &Arc<Core>,
+    deadline: Duration,
+) -> Result<(), StartFailed> {
+    let (sender, mut news) = mpsc::unbounded_channel();
+    let (done, doing) = oneshot::channel();
+    let of_task = Arc::clone(core);
+    core.host.spawn(async move {
+        let core = of_task;
+        let run = root.begin(&core, Report::new(sender, child, 1), Some(deadline));
+        core.put_root(run.stop);
+        let mut done = Some(done);
+        let exit = loop {
+            match news.recv().await {
+                Some(News::Ready { .. }) => {
+                    if let Some(done) = done.take()
+                        && done.send(Ok(())).is_err()
+                    {
+                        // Whoever asked is gone: nobody will ever stop it.
+                        core.stop_root();
+                    }
+                }
+                Some(News::Exited { exit, .. }) => break exit,
+                Some(_) => {}
+                None => break Exit::ThreadGone,
+            }
+        };
+        root.close(&core);
+        let failed = match &exit {
+            Exit::NotStarted(failed) => (**failed).clone(),
+            _ => StartFailed::Ended(core.name.clone()),
+        };
+        core.end(exit);
+        if let Some(done) = done {
+            // Whoever asked may be gone.
+            let _ = done.send(Err(failed));
+        }
+    });
+    doing.await.unwrap_or_else(|_| Err(StartFailed::Ended(core.name.clone())))
+}
+
+/// A group as a child.
+pub(super) struct GroupNode {
+    name: Name,
+    settings: Settings,
+    cell: Cell,
+}
+
+impl GroupNode {
+    /// Begins a run of its supervisor. Called on the host's main thread.
+    fn begin(&mut self, core: &Arc<Core>, report: Arc<Report>, deadline: Option<Duration>) -> Run {
+        let (stop, stopping) = oneshot::channel();
+        if let Some(supervisor) = Supervisor::new(&self.cell, core, stopping, report, deadline) {
+            core.host.spawn(supervisor.run());
+        }
+        Run { stop: Some(stop), progress: Progress::default(), vital: None }
+    }
+}
+
+impl Node for GroupNode {
+    fn name(&self) -> &Name {
+        &self.name
+    }
+
+    fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    fn launch(&mut self, launch: Launch<'_>) -> Run {
+        self.begin(launch.core, launch.report, None)
+    }
+
+    fn fence(&self) {}
+
+    fn close(&mut self, core: &Core) -> u64 {
+        close_members(&self.cell, core)
+    }
+
+    fn forget(&self, core: &Core) {
+        forget_members(&self.cell, core);
+    }
+
+    fn is_group(&self) -> bool {
+        true
     }
 }

@@ -1,95 +1,95 @@
-//! The life of one actor.
+//! One life of one actor.
 //!
-//! The rule: a panic is caught outside the actor, which is then ended without running its own clean-up. The failures this prevents: an
-//! actor that dies in silence, and a `stopped()` that panics during a panic and takes the whole process down.
+//! The rule: a panic is caught outside the actor, which is then dropped without running its own clean-up and never used again. The
+//! failures this prevents: an actor that dies in silence, one that limps on with half-changed memory, and a `stopped()` that panics during
+//! a panic and takes the whole process down.
 
-use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context as TaskContext, Poll};
+use std::time::Duration;
 
 use actix::dev::ContextFut;
-use actix::dev::channel::AddressReceiver;
 use actix::prelude::*;
-use tokio::sync::{oneshot, watch};
+use futures_util::FutureExt;
+use tokio::sync::oneshot;
+use tokio::time::Sleep;
 
-use super::spec::Ready;
+use super::Exit;
+use super::child::Report;
+use super::exit::panic_text;
+use super::mailbox::{Mailbox, Pulse, Pump};
 
-/// How the life of an actor ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Exit {
-    /// It was asked to stop, or stopped by itself.
-    Stopped,
-    /// It panicked.
-    Panicked(String),
-    /// Its thread ended under it.
-    ThreadGone,
-}
+/// A request to stop within this time. If the sender is dropped instead, the supervisor has given this life up.
+pub(super) type Stop = oneshot::Receiver<Duration>;
 
-/// Reports the exit, even when the thread ends.
-struct Report(watch::Sender<Option<Exit>>);
-
-impl Report {
-    fn exit(&self, exit: Exit) {
-        // Nobody watches once the registry is gone.
-        let _ = self.0.send(Some(exit));
-    }
-}
-
-impl Drop for Report {
-    fn drop(&mut self) {
-        self.0.send_if_modified(|exit| {
-            let unreported = exit.is_none();
-            if unreported {
-                *exit = Some(Exit::ThreadGone);
-            }
-            unreported
-        });
-    }
+/// What a life needs from its supervisor.
+pub(super) struct Birth<A: Actor> {
+    pub(super) mailbox: Mailbox<A>,
+    pub(super) generation: u64,
+    pub(super) pulse: Arc<Pulse>,
+    pub(super) stop: Stop,
+    pub(super) report: Arc<Report>,
 }
 
 struct Life<A: Actor<Context = Context<A>>> {
     future: Option<ContextFut<A, Context<A>>>,
-    stop: Option<oneshot::Receiver<()>>,
-    kill: Option<oneshot::Receiver<()>>,
-    report: Report,
+    stop: Option<Stop>,
+    deadline: Option<Pin<Box<Sleep>>>,
+    asked: bool,
+    pulse: Arc<Pulse>,
+    report: Arc<Report>,
 }
 
-/// Makes an actor and runs it on this thread.
-pub(super) fn run<A: Actor<Context = Context<A>>>(
-    make: impl FnOnce() -> (A, Option<Ready>),
-    mailbox: AddressReceiver<A>,
-    stop: oneshot::Receiver<()>,
-    kill: oneshot::Receiver<()>,
-    exited: watch::Sender<Option<Exit>>,
-) {
-    let report = Report(exited);
-    let (actor, ready) = match catch_unwind(AssertUnwindSafe(make)) {
+/// Makes an actor with `make`, which also says whether the actor itself will tell that it is ready, and runs it on this thread.
+pub(super) fn run<A: Actor<Context = Context<A>>>(birth: Birth<A>, make: impl FnOnce() -> (A, bool)) {
+    let Birth { mailbox, generation, pulse, stop, report } = birth;
+    let (actor, tells) = match catch_unwind(AssertUnwindSafe(make)) {
         Ok(newborn) => newborn,
-        Err(panic) => return report.exit(Exit::Panicked(panic_text(&*panic))),
+        Err(panic) => return report.exit(Exit::FactoryPanicked(panic_text(&*panic))),
     };
-    let mut ctx = Context::with_receiver(mailbox);
-    if let Some(ready) = ready {
-        // Polled for the first time when every wait of `started()` is over.
-        ctx.spawn(async move { ready.ready() }.into_actor(&actor));
-    }
+    let mut ctx = Context::new();
+    let ready = (!tells).then(|| Arc::clone(&report));
+    ctx.spawn(Pump::new(mailbox, generation, Arc::clone(&pulse), ready));
     let future = Some(ctx.into_future(actor));
-    actix_rt::spawn(Life { future, stop: Some(stop), kill: Some(kill), report });
+    actix_rt::spawn(Life { future, stop: Some(stop), deadline: None, asked: false, pulse, report });
 }
 
 impl<A: Actor<Context = Context<A>>> Life<A> {
-    /// Whether the signal came. A dropped sender is no signal: the registry has let the actor go on.
-    fn signalled(signal: &mut Option<oneshot::Receiver<()>>, cx: &mut TaskContext<'_>) -> bool {
-        let Some(receiver) = signal else { return false };
-        let Poll::Ready(answer) = Pin::new(receiver).poll(cx) else { return false };
-        *signal = None;
-        answer.is_ok()
+    /// Hears what the supervisor wants.
+    fn hear(&mut self, cx: &mut TaskContext<'_>) {
+        let Some(future) = &mut self.future else { return };
+        if let Some(stop) = &mut self.stop
+            && let Poll::Ready(answer) = stop.poll_unpin(cx)
+        {
+            self.stop = None;
+            self.asked = true;
+            match answer {
+                Ok(within) => {
+                    future.ctx().stop();
+                    self.deadline = Some(Box::pin(tokio::time::sleep(within)));
+                }
+                Err(_) => future.ctx().terminate(),
+            }
+        }
+        if let Some(deadline) = &mut self.deadline
+            && deadline.poll_unpin(cx).is_ready()
+        {
+            self.deadline = None;
+            future.ctx().terminate();
+        }
     }
 
-    fn end(&mut self, exit: Exit) -> Poll<()> {
+    /// Drops the actor, and then says that it is gone.
+    fn end(&mut self, mut exit: Exit) -> Poll<()> {
         let future = self.future.take();
-        if catch_unwind(AssertUnwindSafe(|| drop(future))).is_err() {
-            tracing::error!("an actor panicked while it was dropped");
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| drop(future))) {
+            let text = panic_text(&*panic);
+            tracing::error!(panic = text, "an actor panicked while it was dropped");
+            if !exit.is_failure() {
+                exit = Exit::Panicked(text);
+            }
         }
         self.report.exit(exit);
         Poll::Ready(())
@@ -99,19 +99,17 @@ impl<A: Actor<Context = Context<A>>> Life<A> {
 impl<A: Actor<Context = Context<A>>> Future for Life<A> {
     type Output = ();
 
-    fn poll(mut self: Pin<&mut Self>, cx: &mut TaskContext<'_>) -> Poll<()> {
-        let this = &mut *self;
-        let stop = Self::signalled(&mut this.stop, cx);
-        let kill = Self::signalled(&mut this.kill, cx);
-        let Some(future) = this.future.as_mut() else { return Poll::Ready(()) };
-        if stop {
-            future.ctx().stop();
-        }
-        if kill {
-            future.ctx().terminate();
-        }
+    fn poll(self: Pin<&mut Self>, cx: &mut TaskContext<'_>) -> Poll<()> {
+        let this = self.get_mut();
+        this.hear(cx);
+        let Some(future) = &mut this.future else { return Poll::Ready(()) };
         match catch_unwind(AssertUnwindSafe(|| Pin::new(&mut *future).poll(cx))) {
+            Ok(Poll::Pending) if this.pulse.pump_is_gone(cx) => {
+                future.ctx().terminate();
+                this.end(Exit::Panicked("it cancelled the future that brings its messages".to_owned()))
+            }
             Ok(Poll::Pending) => Poll::Pending,
+            Ok(Poll::Ready(())) if this.asked => this.end(Exit::Shutdown),
             Ok(Poll::Ready(())) => this.end(Exit::Stopped),
             Err(panic) => {
                 // Otherwise dropping the future would run `stopped()` on a broken actor.
@@ -122,12 +120,12 @@ impl<A: Actor<Context = Context<A>>> Future for Life<A> {
     }
 }
 
-fn panic_text(panic: &(dyn Any + Send)) -> String {
-    if let Some(text) = panic.downcast_ref::<&str>() {
-        (*text).to_owned()
-    } else if let Some(text) = panic.downcast_ref::<String>() {
-        text.clone()
-    } else {
-        "something that is not text".to_owned()
+impl<A: Actor<Context = Context<A>>> Drop for Life<A> {
+    /// The thread ends under a living actor: its clean-up may run, and must not take the thread's own with it.
+    fn drop(&mut self) {
+        if self.future.is_some() {
+            // The exit is reported even if this panics.
+            let _ = self.end(Exit::ThreadGone);
+        }
     }
 }

@@ -1,32 +1,46 @@
-//! Actors on threads of their own, started in order and stopped in reverse.
+//! Supervision for actix actors: ordered start and stop, restarts with limits, and addresses that outlive their actors.
 //!
-//! The rule: a group starts whole or not at all, and the error names the child that failed and why; addresses exist before their actors
-//! do, so that neighbours can be wired before anything runs. The failures this prevents: half a service that looks started, and a service
-//! whose actors die with the runtime of whoever embeds it.
+//! The rule: an actor that panicked is never used again; a fresh one takes over its address and its queue, under a policy that knows when
+//! to stop trying. The failures this prevents: an actor that dies in silence, an address that is dead for ever, a crash loop that eats a
+//! core, half a service that looks started, and a service whose actors die with the runtime of whoever embeds it.
 //!
 //! Knows nothing of the pump: any `Actor<Context = Context<Self>>` can live here.
 
+mod ask;
+mod book;
+mod child;
+mod command;
+mod error;
+mod event;
+mod exit;
 mod group;
+mod guard;
+mod handle;
 mod host;
 mod incarnation;
+mod mailbox;
+mod members;
+mod name;
+mod order;
+mod restart;
+mod slot;
 mod spec;
+mod supervisor;
+mod threads;
 
-pub use group::{Group, Registry, StartFailed};
-pub use host::Host;
-pub use incarnation::Exit;
+pub use ask::{
+    AskHealth, AskTotals, RegistryActor, RestartChild, StartChild, StopChild, Subscribe, WhichChildren,
+};
+pub use error::{GaveUp, StartFailed, Unknown};
+pub use event::{ChildInfo, ChildState, EventKind, Health, SupervisorEvent, Totals};
+pub use exit::Exit;
+pub use group::Group;
+pub use guard::{Guard, Panicked};
+pub use handle::Registry;
+pub use host::{Host, Placement};
+pub use name::Name;
+pub use restart::{Backoff, Intensity, InvalidPolicy, Restart, Strategy};
 pub use spec::{Cx, Ready, Spec};
-
-/// Where an actor lives.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Placement {
-    /// On the thread that nothing else may delay.
-    Vital,
-    /// On the thread of the daily work.
-    #[default]
-    Work,
-    /// On the thread that made the [`Host`].
-    Current,
-}
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
