@@ -5,16 +5,17 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use tokio::time::{Instant, sleep};
+use workpump_actors::actor::dispatch::DispatchActor;
 use workpump_actors::instance::AliveLock;
 use workpump_actors::message::AliveLockChanged;
 use workpump_actors::options::Options;
 use workpump_actors::registry::Host;
 use workpump_actors::runner::{Failure, Job, Runner};
-use workpump_actors::testing::{FakeStore, Op, Row, engine_parts, in_virtual_time, quiesce, runner};
+use workpump_actors::testing::{Crash, FakeStore, Op, Row, engine_parts, in_virtual_time, quiesce, runner};
 use workpump_actors::tree::Engine;
 use workpump_actors::work::Category;
 
-/// Panics in the actor that asks for the size of its batches.
+/// Panics when it is asked for the size of its batches.
 struct Bomb;
 
 impl Runner for Bomb {
@@ -28,12 +29,26 @@ impl Runner for Bomb {
 }
 
 #[test]
+fn a_runner_that_panics_when_it_is_asked_for_its_batch_size_fails_the_start() {
+    in_virtual_time(async {
+        let store = FakeStore::new();
+        store.insert(Row::default());
+        let parts = engine_parts(Options::default(), &store, vec![(Category::Inbox, Arc::new(Bomb) as _)]);
+        let error = Engine::start_on(parts, Host::current()).await.expect_err("does not start").to_string();
+        assert!(error.contains("dispatch") && error.contains("no size"), "{error}");
+        assert_eq!(store.count(Op::Claim), 0);
+    });
+}
+
+#[test]
 fn an_engine_whose_dispatcher_has_ended_claims_nothing_any_more() {
     in_virtual_time(async {
         let store = FakeStore::new();
         store.insert_many(5_000, &Row::default());
-        let parts = engine_parts(Options::default(), &store, vec![(Category::Inbox, Arc::new(Bomb) as _)]);
+        let endless = runner(1, |_| std::future::pending());
+        let parts = engine_parts(Options::default(), &store, vec![(Category::Inbox, endless)]);
         let engine = Engine::start_on(parts, Host::current()).await.expect("starts");
+        engine.addr::<DispatchActor>().expect("provided").do_send(Crash);
         quiesce().await;
         assert!(!engine.is_ready());
         assert!(store.count(Op::Claim) <= 2, "{}", store.count(Op::Claim));
