@@ -139,6 +139,30 @@ fn skip_gives_a_row_up_and_goes_on() {
 }
 
 #[test]
+fn a_panic_whose_payload_panics_when_it_is_dropped_is_a_failed_attempt_too() {
+    struct Payload;
+    impl Drop for Payload {
+        fn drop(&mut self) {
+            panic!("dropped");
+        }
+    }
+    in_virtual_time(async {
+        let bombs = runner(1, |job: Job| {
+            if job.work.seq == 0 {
+                std::panic::panic_any(Payload);
+            }
+            async { std::panic::panic_any(Payload) }
+        });
+        let mut rig = DispatchRig::start(&Options::default(), inbox(bombs));
+        rig.dispatch(rows(None, 0..2));
+        quiesce().await;
+        assert_eq!(results(&mut rig).len(), 2);
+        assert_all_permits_are_back(&rig);
+        assert_eq!(account(&rig).await.counter("in_hand"), 0);
+    });
+}
+
+#[test]
 fn a_panic_is_a_failed_attempt_wherever_it_happens() {
     struct Bomb;
     impl Drop for Bomb {

@@ -71,3 +71,56 @@ impl Drop for Fresh<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #[cfg(feature = "testing")]
+    #[test]
+    fn lanes_that_never_reach_the_queue_give_up_their_rows_and_free_their_order_keys() {
+        use std::time::Duration;
+
+        use tokio::sync::Semaphore;
+        use uuid::Uuid;
+
+        use super::*;
+        use crate::instance::InstanceId;
+        use crate::lane::CrewParts;
+        use crate::options::DispatchOptions;
+        use crate::policy::retry::RetryPolicy;
+        use crate::testing::{claimed, deliver, in_virtual_time, quiesce, runner};
+
+        in_virtual_time(async {
+            let (permits, in_flight) = (Arc::new(Semaphore::new(10)), Arc::default());
+            let crew = Crew::new(CrewParts {
+                instance: InstanceId::fresh(),
+                runners: vec![(Category::Inbox, runner(1, |_| async { Ok(()) }))],
+                handlers: tokio::runtime::Handle::current(),
+                threads: 1,
+                retry: RetryPolicy::new(&DispatchOptions::default()),
+                in_flight: Arc::clone(&in_flight),
+                seed: 7,
+            });
+            let stream = Some(Uuid::now_v7());
+            let rows = |seqs: std::ops::Range<i64>| {
+                let works = seqs.map(|seq| claimed(seq, stream)).collect();
+                deliver(works, &permits, &in_flight, Duration::from_mins(5), Duration::from_secs(30))
+            };
+            let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                crew.in_hand.fetch_add(3, std::sync::atomic::Ordering::AcqRel);
+                let mut fresh = Fresh::new(&crew, 3);
+                let mut yard = lock(&crew.yard);
+                for row in rows(0..3).into_iter().take(2) {
+                    crew.place(row, 1, &mut yard, &mut fresh);
+                    fresh.unplaced -= 1;
+                }
+                panic!("before the last row has its place");
+            }));
+            assert!(panicked.is_err());
+            assert_eq!((crew.in_hand(), permits.available_permits()), (0, 10));
+            assert!(in_flight.is_empty());
+            crew.accept(rows(3..4));
+            quiesce().await;
+            assert_eq!(crew.desk().fetch().len(), 1, "its key is free");
+        });
+    }
+}

@@ -75,7 +75,7 @@ impl Crew {
     }
 
     /// Gives a row its place: in a lane of this batch, behind an older one, or aside.
-    fn place(&self, delivery: Delivery, batch: u64, yard: &mut Yard, fresh: &mut Fresh<'_>) {
+    pub(super) fn place(&self, delivery: Delivery, batch: u64, yard: &mut Yard, fresh: &mut Fresh<'_>) {
         let category = delivery.work().key.category;
         let Some(key) = delivery.order_key() else {
             if delivery.came_while_held() && self.in_flight.overlaps(&delivery.work().key) {
