@@ -16,32 +16,50 @@ use super::{EngineParts, Readiness};
 use crate::actor::claim::{ClaimActor, ClaimParts};
 use crate::actor::dispatch::{DispatchActor, DispatchParts};
 use crate::actor::heartbeat::{HeartbeatActor, HeartbeatParts};
-use crate::actor::settle::{SettleActor, SettleParts};
+use crate::actor::settle::{Backlog, SettleActor, SettleParts};
 use crate::delivery::InFlight;
 use crate::instance::{InstanceId, InstanceIdentity};
+use crate::lane::{Crew, CrewParts};
 use crate::message::{
     AliveLockChanged, BeatNow, Evicted, Fence, GateChanged, Pause, RequestImmediatePoll, Resume, Settle,
     Unfence,
 };
 use crate::options::Options;
+use crate::policy::retry::RetryPolicy;
 use crate::port::{InstanceStore, WorkStore};
 use crate::registry::{Group, Placement, Spec};
 use crate::runner::Runner;
+use crate::standing::Standing;
 use crate::work::Category;
 
 /// Where news about the whole instance goes: it tells everyone concerned.
 #[derive(Debug)]
 struct WardenActor {
+    instance: InstanceId,
     readiness: Arc<Readiness>,
     fence: Vec<Recipient<Fence>>,
     unfence: Vec<Recipient<Unfence>>,
     evicted: Vec<Recipient<Evicted>>,
-    /// Everyone is told once, also during a drain and after the end of an actor.
-    told_evicted: bool,
+    standing: Arc<Standing>,
 }
 
 impl Actor for WardenActor {
     type Context = Context<Self>;
+
+    /// Says again what its predecessor may have died of saying.
+    fn started(&mut self, _: &mut Self::Context) {
+        let member = !self.standing.is_fenced();
+        self.readiness.member.store(member, Ordering::Release);
+        if member {
+            self.unfence.iter().for_each(|recipient| recipient.do_send(Unfence));
+        } else {
+            self.fence.iter().for_each(|recipient| recipient.do_send(Fence));
+        }
+        if self.standing.is_evicted() {
+            self.readiness.end();
+            self.evicted.iter().for_each(|recipient| recipient.do_send(Evicted(self.instance)));
+        }
+    }
 }
 
 /// Answered when everything that was sent to the warden before has been seen to.
@@ -59,6 +77,7 @@ impl Handler<Fence> for WardenActor {
     type Result = ();
 
     fn handle(&mut self, fence: Fence, _: &mut Self::Context) {
+        self.standing.fence();
         self.readiness.member.store(false, Ordering::Release);
         self.fence.iter().for_each(|recipient| recipient.do_send(fence));
     }
@@ -68,6 +87,7 @@ impl Handler<Unfence> for WardenActor {
     type Result = ();
 
     fn handle(&mut self, unfence: Unfence, _: &mut Self::Context) {
+        self.standing.unfence();
         self.readiness.member.store(true, Ordering::Release);
         self.unfence.iter().for_each(|recipient| recipient.do_send(unfence));
     }
@@ -77,10 +97,12 @@ impl Handler<Evicted> for WardenActor {
     type Result = ();
 
     fn handle(&mut self, evicted: Evicted, _: &mut Self::Context) {
+        self.standing.evict();
         self.readiness.end();
-        if !std::mem::replace(&mut self.told_evicted, true) {
-            tracing::error!(instance = %evicted.0, "this instance was evicted: it claims, runs and writes nothing any more");
+        // Everyone is told once, also during a drain and after the end of an actor.
+        if self.standing.must_tell_eviction() {
             self.evicted.iter().for_each(|recipient| recipient.do_send(evicted));
+            tracing::error!(instance = %evicted.0, "this instance was evicted: it claims, runs and writes nothing any more");
         }
     }
 }
@@ -98,6 +120,10 @@ pub(super) struct Specs {
 struct Wiring {
     options: Options,
     instance: InstanceId,
+    standing: Arc<Standing>,
+    backlog: Arc<Backlog>,
+    /// Made when dispatching starts: runners are asked for their limits, which may panic.
+    crew: OnceLock<Arc<Crew>>,
     in_flight: Arc<InFlight>,
     permits: Arc<Semaphore>,
     evicted: Recipient<Evicted>,
@@ -107,11 +133,16 @@ impl Specs {
     pub(super) fn new(parts: EngineParts, readiness: &Arc<Readiness>) -> Self {
         // The warden is told about everyone, and everyone about the warden: its address comes first, its actor last.
         let links = Arc::new(OnceLock::new());
-        let warden = warden(Arc::clone(readiness), Arc::clone(&links));
+        let standing: Arc<Standing> = Arc::default();
+        let warden =
+            warden(parts.identity.id, Arc::clone(readiness), Arc::clone(&standing), Arc::clone(&links));
         let options = parts.options;
         let most = (options.dispatch.max_in_flight as usize).min(options.settle.channel_capacity);
         let wiring = Arc::new(Wiring {
             instance: parts.identity.id,
+            standing,
+            backlog: Arc::default(),
+            crew: OnceLock::new(),
             in_flight: Arc::default(),
             permits: Arc::new(Semaphore::new(most.max(1))),
             evicted: warden.addr().recipient(),
@@ -160,15 +191,21 @@ struct Links {
     evicted: Vec<Recipient<Evicted>>,
 }
 
-fn warden(readiness: Arc<Readiness>, links: Arc<OnceLock<Links>>) -> Spec<WardenActor> {
+fn warden(
+    instance: InstanceId,
+    readiness: Arc<Readiness>,
+    standing: Arc<Standing>,
+    links: Arc<OnceLock<Links>>,
+) -> Spec<WardenActor> {
     Spec::new("warden", move |_| {
         let links = links.get();
         WardenActor {
+            instance,
             readiness: Arc::clone(&readiness),
             fence: links.map(|links| links.fence.clone()).unwrap_or_default(),
             unfence: links.map(|links| links.unfence.clone()).unwrap_or_default(),
             evicted: links.map(|links| links.evicted.clone()).unwrap_or_default(),
-            told_evicted: false,
+            standing: Arc::clone(&standing),
         }
     })
     .on(Placement::Vital)
@@ -192,6 +229,7 @@ fn heartbeat(
             options: wiring.options.heartbeat.clone(),
             identity: identity.clone(),
             accepts_work,
+            standing: Arc::clone(&wiring.standing),
             unfence: vec![unfence.clone()],
             evicted: wiring.evicted.clone(),
             progress: Box::new(move |progress| match (&ready, progress) {
@@ -216,6 +254,8 @@ fn settle(
         let parts = SettleParts {
             options: wiring.options.settle.clone(),
             instance: wiring.instance,
+            standing: Arc::clone(&wiring.standing),
+            backlog: Arc::clone(&wiring.backlog),
             drain_deadline: drain_deadline(&wiring.options),
             wake: wake.get().cloned(),
             evicted: wiring.evicted.clone(),
@@ -233,14 +273,23 @@ fn dispatch(
     settle: Recipient<Settle>,
 ) -> Spec<DispatchActor> {
     Spec::new("dispatch", move |_| {
+        let crew = wiring.crew.get_or_init(|| {
+            Crew::new(CrewParts {
+                instance: wiring.instance,
+                runners: runners.clone(),
+                handlers: handlers.clone(),
+                threads: handlers.metrics().num_workers(),
+                retry: RetryPolicy::new(&wiring.options.dispatch),
+                in_flight: Arc::clone(&wiring.in_flight),
+                seed: seed(),
+            })
+        });
+        let drain_deadline = wiring.options.dispatch.drain_deadline_seconds;
         DispatchActor::new(DispatchParts {
-            options: wiring.options.dispatch.clone(),
-            instance: wiring.instance,
-            runners: runners.clone(),
-            handlers: handlers.clone(),
-            in_flight: Arc::clone(&wiring.in_flight),
+            crew: Arc::clone(crew),
+            standing: Arc::clone(&wiring.standing),
             settle: settle.clone(),
-            seed: seed(),
+            drain_deadline: Duration::from_secs(drain_deadline.into()),
         })
     })
 }
@@ -259,6 +308,7 @@ fn claim(
             categories: Arc::clone(&categories),
             permits: Arc::clone(&wiring.permits),
             in_flight: Arc::clone(&wiring.in_flight),
+            standing: Arc::clone(&wiring.standing),
             dispatch: dispatch.clone().recipient(),
             hand_back: dispatch.clone().recipient(),
             beat_now: heartbeat.clone().recipient(),
