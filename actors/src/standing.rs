@@ -6,7 +6,7 @@
 //!
 //! Who writes: the warden fences, unfences and notes an eviction before it tells anyone, so that a receiver that dies of the message
 //! leaves nothing unsaid. Everything else is written by the actor that hears it, as the first thing it does. What has no way back
-//! (an eviction, a halt, a drain, a departure) anyone may note.
+//! (an eviction, a drain, a departure) anyone may note.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
@@ -19,7 +19,6 @@ pub struct Standing {
     evicted: Flag,
     eviction_told: Flag,
     paused: Flag,
-    halted: Flag,
     draining: Flag,
     registered: Flag,
     leaving: Flag,
@@ -94,11 +93,6 @@ impl Standing {
         self.paused.is_set()
     }
 
-    /// Claims and starts nothing any more. There is no way back.
-    pub fn halt(&self) {
-        self.halted.put(true);
-    }
-
     /// A drain has begun: claims and starts nothing any more. There is no way back.
     pub fn drain(&self) {
         self.draining.put(true);
@@ -111,7 +105,7 @@ impl Standing {
 
     /// Whether nothing new may ever be taken in hand again.
     pub fn is_over(&self) -> bool {
-        self.is_evicted() || self.halted.is_set() || self.is_draining()
+        self.is_evicted() || self.is_draining()
     }
 
     /// Whether rows may be claimed now, as far as the instance goes.
@@ -228,8 +222,8 @@ mod tests {
     }
 
     #[test]
-    fn each_of_fence_pause_halt_drain_and_eviction_stops_claims() {
-        for stop in [Standing::fence, Standing::pause, Standing::halt, Standing::drain, Standing::evict] {
+    fn each_of_fence_pause_drain_and_eviction_stops_claims() {
+        for stop in [Standing::fence, Standing::pause, Standing::drain, Standing::evict] {
             let standing = Standing::default();
             standing.unfence();
             stop(&standing);

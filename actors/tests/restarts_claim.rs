@@ -222,9 +222,9 @@ fn a_drained_claimer_stays_drained_and_answers_again() {
 }
 
 #[test]
-fn an_evicted_or_halted_instance_claims_nothing_after_a_restart() {
+fn an_evicted_or_draining_instance_claims_nothing_after_a_restart() {
     in_virtual_time(async {
-        for end in [workpump_actors::standing::Standing::evict, workpump_actors::standing::Standing::halt] {
+        for end in [workpump_actors::standing::Standing::evict, workpump_actors::standing::Standing::drain] {
             let store = FakeStore::new();
             let mut rig = ClaimRig::start_open(Options::default(), &store);
             store.called(Op::Claim, 1).await;

@@ -13,9 +13,7 @@ use actix::prelude::*;
 
 use crate::delivery::Settlement;
 use crate::lane::{Crew, DrainBegan, Mode};
-use crate::message::{
-    Account, Dispatch, Drain, Drained, Evicted, Fence, Halt, HandBack, Observe, Settle, Unfence,
-};
+use crate::message::{Account, Dispatch, Drain, Drained, Evicted, Fence, HandBack, Observe, Settle, Unfence};
 use crate::standing::Standing;
 
 use super::{Alarm, Health, now};
@@ -240,15 +238,6 @@ impl Handler<Unfence> for DispatchActor {
     fn handle(&mut self, _: Unfence, ctx: &mut Self::Context) {
         self.agree(ctx);
         self.keep_round(true, ctx);
-    }
-}
-
-impl Handler<Halt> for DispatchActor {
-    type Result = ();
-
-    fn handle(&mut self, _: Halt, ctx: &mut Self::Context) {
-        self.standing.halt();
-        self.agree(ctx);
     }
 }
 

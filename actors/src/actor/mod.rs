@@ -19,6 +19,7 @@ pub mod claim;
 pub mod dispatch;
 pub mod heartbeat;
 pub mod settle;
+pub mod warden;
 
 use std::cell::Cell;
 use std::collections::BTreeMap;

@@ -1,7 +1,7 @@
 //! What everybody may know of a tree: who is in it, where each child stands, and what has happened.
 
 use std::any::{Any, TypeId, type_name};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -30,6 +30,7 @@ pub(super) struct Core {
     records: Mutex<BTreeMap<u64, Known>>,
     next: AtomicU64,
     events: broadcast::Sender<SupervisorEvent>,
+    listeners: Mutex<HashSet<Recipient<SupervisorEvent>>>,
     totals: Mutex<Totals>,
     /// How the tree ended.
     pub(super) ended: watch::Sender<Option<Result<(), GaveUp>>>,
@@ -63,6 +64,7 @@ impl Core {
             records: Mutex::default(),
             next: AtomicU64::new(1),
             events: broadcast::channel(EVENTS).0,
+            listeners: Mutex::default(),
             totals: Mutex::default(),
             ended: watch::Sender::new(None),
             root: Mutex::default(),
@@ -275,6 +277,15 @@ impl Core {
 
     pub(super) fn events(&self) -> broadcast::Receiver<SupervisorEvent> {
         self.events.subscribe()
+    }
+
+    /// Notes a listener. Returns whether it is a new one.
+    pub(super) fn listen(&self, listener: &Recipient<SupervisorEvent>) -> bool {
+        lock(&self.listeners).insert(listener.clone())
+    }
+
+    pub(super) fn unlisten(&self, listener: &Recipient<SupervisorEvent>) {
+        lock(&self.listeners).remove(listener);
     }
 
     pub(super) fn totals(&self) -> Totals {

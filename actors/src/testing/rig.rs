@@ -21,6 +21,7 @@ use crate::message::{BeatNow, Dispatch, Evicted, Fence, HandBack, RequestImmedia
 use crate::options::Options;
 use crate::policy::lease::LeaseWindow;
 use crate::policy::retry::RetryPolicy;
+use crate::registry::Group;
 use crate::runner::Runner;
 use crate::standing::Standing;
 use crate::tree::EngineParts;
@@ -49,6 +50,7 @@ pub fn engine_parts(
         instances: Arc::clone(store) as _,
         runners,
         handlers: Handle::current(),
+        users: Group::new("users").contained(),
         start_deadline: Duration::from_secs(10),
     }
 }

@@ -10,7 +10,7 @@ use actix::prelude::*;
 use super::ClaimActor;
 use crate::instance::Gate;
 use crate::message::{
-    Account, Drain, Drained, Evicted, Fence, GateChanged, Halt, Observe, Pause, RequestImmediatePoll, Resume,
+    Account, Drain, Drained, Evicted, Fence, GateChanged, Observe, Pause, RequestImmediatePoll, Resume,
     Unfence,
 };
 
@@ -83,15 +83,6 @@ impl Handler<Evicted> for ClaimActor {
 
     fn handle(&mut self, _: Evicted, ctx: &mut Self::Context) {
         self.parts.standing.evict();
-        self.step(ctx);
-    }
-}
-
-impl Handler<Halt> for ClaimActor {
-    type Result = ();
-
-    fn handle(&mut self, _: Halt, ctx: &mut Self::Context) {
-        self.parts.standing.halt();
         self.step(ctx);
     }
 }
