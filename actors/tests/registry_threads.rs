@@ -165,7 +165,9 @@ fn a_message_that_panics_while_it_is_dropped_unread_does_not_hang_the_shutdown()
         let registry = started(tireless_group().child(Worker::spec("it"))).await;
         let it = worker(&registry, "it");
         let (open, block) = gate();
+        let (entered, inside) = tokio::sync::oneshot::channel();
         it.do_send(Do::this(move |_, ctx| {
+            entered.send(()).expect("somebody waits");
             block();
             ctx.stop();
         }));
@@ -173,6 +175,7 @@ fn a_message_that_panics_while_it_is_dropped_unread_does_not_hang_the_shutdown()
             let grenade = Grenade;
             it.do_send(Do::this(move |_, _| std::mem::forget(grenade)));
         }
+        inside.await.expect("handled");
         registry.stop();
         let stopping = || registry.children()[1].state == ChildState::Stopping;
         wait_for("the stop", stopping).await;
