@@ -2,7 +2,7 @@
 
 use std::any::{Any, TypeId, type_name};
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -36,6 +36,8 @@ pub(super) struct Core {
     pub(super) ended: watch::Sender<Option<Result<(), GaveUp>>>,
     /// Stops the root.
     root: Mutex<Option<oneshot::Sender<Duration>>>,
+    /// Nobody owns the tree any more, although an actor may still hold it.
+    orphaned: AtomicBool,
 }
 
 /// Who can be found.
@@ -68,6 +70,7 @@ impl Core {
             totals: Mutex::default(),
             ended: watch::Sender::new(None),
             root: Mutex::default(),
+            orphaned: AtomicBool::default(),
         })
     }
 
@@ -151,9 +154,33 @@ impl Core {
     pub(super) fn end(&self, exit: Exit) {
         let end = match exit {
             Exit::GaveUp(gave_up) => Err(*gave_up),
+            Exit::NotStarted(_) => Ok(()),
+            exit if exit.is_failure() => Err(GaveUp { child: self.name.clone(), restarts: 0, exit }),
             _ => Ok(()),
         };
         self.ended.send_replace(Some(end));
+        if self.orphaned.load(Ordering::SeqCst) {
+            self.host.stop();
+        }
+    }
+
+    /// The host has ended under the tree.
+    pub(super) fn lost(&self) {
+        for Known { info, .. } in lock(&self.records).values_mut() {
+            if !matches!(info.state, ChildState::Finished | ChildState::Failed) {
+                (info.state, info.last_exit) = (ChildState::Failed, Some(Exit::ThreadGone));
+            }
+        }
+        self.end(Exit::ThreadGone);
+    }
+
+    /// The last owner is gone: the tree stops, and its host with it.
+    pub(super) fn orphan(&self) {
+        self.orphaned.store(true, Ordering::SeqCst);
+        self.stop_root();
+        if self.ended.borrow().is_some() {
+            self.host.stop();
+        }
     }
 
     pub(super) fn open_group(&self, name: &Name, news: mpsc::UnboundedSender<News>, children: Inherited) {

@@ -31,7 +31,7 @@ struct Life(Arc<Core>);
 
 impl Drop for Life {
     fn drop(&mut self) {
-        self.0.stop_root();
+        self.0.orphan();
     }
 }
 

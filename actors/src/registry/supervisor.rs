@@ -4,9 +4,11 @@
 //! another may need it. A group inside a group is a child like any other. The failures this prevents: a supervisor that hangs with the
 //! child it is starting, siblings that pay for one that loops, and a group that is left half stopped.
 
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use tokio::sync::{mpsc, oneshot};
@@ -15,6 +17,7 @@ use tokio::time::{Instant, sleep_until};
 use super::book::Core;
 use super::child::Report;
 use super::command::Command;
+use super::exit::caught;
 use super::members::{Cell, Members};
 use super::order::{Place, Stage, to_start, to_stop};
 use super::restart::Verdict;
@@ -283,6 +286,10 @@ impl Supervisor {
         let mut slot = self.members.slots.remove(at);
         let undelivered = slot.close(&self.core, ChildState::Stopped);
         slot.forget(&self.core);
+        // With it goes what its factory holds.
+        if let Err(panic) = caught(|| drop(slot)) {
+            tracing::error!(panic, "a factory panicked while it was dropped");
+        }
         undelivered
     }
 
@@ -338,11 +345,14 @@ impl Supervisor {
             "this child died too often: its group stops");
         let gave_up = GaveUp { child: slot.name().clone(), restarts, exit };
         let exit = Exit::GaveUp(Box::new(gave_up.clone()));
-        let Some(last_words) = &self.members.policy.last_words else { return self.end(exit) };
-        let (said, last_words) = (self.sender.clone(), last_words(gave_up));
+        let Some(last_words) = self.members.policy.last_words.clone() else { return self.end(exit) };
+        let said = self.sender.clone();
         self.phase = Phase::LastWords(exit);
         self.core.host.spawn(async move {
-            last_words.await;
+            let words = async move { last_words(gave_up).await };
+            if AssertUnwindSafe(words).catch_unwind().await.is_err() {
+                tracing::error!("the last words of a group panicked");
+            }
             // The group may have been stopped meanwhile.
             let _ = said.send(News::LastWordsSaid);
         });
