@@ -9,7 +9,7 @@ mod rig;
 mod table;
 
 pub use fake::{Call, FakeStore, Op, Reply};
-pub use probe::{Probe, runner};
+pub use probe::{ProbeActor, TestProbe, runner};
 pub use rig::{ClaimRig, DispatchRig, HeartbeatRig, SettleRig, deliver, engine_parts, identity};
 pub use table::{Row, claimed};
 

@@ -8,7 +8,7 @@ use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 
 use super::fake::FakeStore;
-use super::probe::Probe;
+use super::probe::TestProbe;
 use crate::actor::claim::{ClaimActor, ClaimParts};
 use crate::actor::dispatch::{DispatchActor, DispatchParts};
 use crate::actor::heartbeat::{HeartbeatActor, HeartbeatParts};
@@ -81,13 +81,13 @@ pub struct ClaimRig {
     /// What it holds.
     pub in_flight: Arc<InFlight>,
     /// What it wants run.
-    pub dispatch: Probe<Dispatch>,
+    pub dispatch: TestProbe<Dispatch>,
     /// What it hands back.
-    pub hand_back: Probe<HandBack>,
+    pub hand_back: TestProbe<HandBack>,
     /// Its calls for a beat.
-    pub beat_now: Probe<BeatNow>,
+    pub beat_now: TestProbe<BeatNow>,
     /// Its reports of eviction.
-    pub evicted: Probe<Evicted>,
+    pub evicted: TestProbe<Evicted>,
     /// Who it is.
     pub instance: InstanceId,
 }
@@ -97,8 +97,8 @@ impl ClaimRig {
     pub fn start(options: Options, store: &Arc<FakeStore>) -> Self {
         let permits = Arc::new(Semaphore::new(options.dispatch.max_in_flight as usize));
         let in_flight: Arc<InFlight> = Arc::default();
-        let (dispatch, hand_back) = (Probe::start(), Probe::start());
-        let (beat_now, evicted) = (Probe::start(), Probe::start());
+        let (dispatch, hand_back) = (TestProbe::start(), TestProbe::start());
+        let (beat_now, evicted) = (TestProbe::start(), TestProbe::start());
         let instance = InstanceId::fresh();
         let parts = ClaimParts {
             options,
@@ -130,9 +130,9 @@ pub struct SettleRig {
     /// The actor.
     pub addr: Addr<SettleActor>,
     /// Its wakes.
-    pub wake: Probe<RequestImmediatePoll>,
+    pub wake: TestProbe<RequestImmediatePoll>,
     /// Its reports of eviction.
-    pub evicted: Probe<Evicted>,
+    pub evicted: TestProbe<Evicted>,
     /// Who it is.
     pub instance: InstanceId,
 }
@@ -140,7 +140,7 @@ pub struct SettleRig {
 impl SettleRig {
     /// Starts one.
     pub fn start(options: &Options, store: &Arc<FakeStore>) -> Self {
-        let (wake, evicted) = (Probe::start(), Probe::start());
+        let (wake, evicted) = (TestProbe::start(), TestProbe::start());
         let instance = InstanceId::fresh();
         let parts = SettleParts {
             options: options.settle.clone(),
@@ -161,7 +161,7 @@ pub struct DispatchRig {
     /// The actor.
     pub addr: Addr<DispatchActor>,
     /// Its results.
-    pub settle: Probe<Settle>,
+    pub settle: TestProbe<Settle>,
     /// The permits of its rows.
     pub permits: Arc<Semaphore>,
     /// What is held.
@@ -171,7 +171,7 @@ pub struct DispatchRig {
 impl DispatchRig {
     /// Starts one whose handlers run on the current runtime.
     pub fn start(options: &Options, runners: Vec<(Category, Arc<dyn Runner>)>) -> Self {
-        let settle = Probe::start();
+        let settle = TestProbe::start();
         let in_flight: Arc<InFlight> = Arc::default();
         let parts = DispatchParts {
             options: options.dispatch.clone(),
@@ -204,9 +204,9 @@ pub struct HeartbeatRig {
     /// The actor.
     pub addr: Addr<HeartbeatActor>,
     /// Its news of membership.
-    pub unfence: Probe<Unfence>,
+    pub unfence: TestProbe<Unfence>,
     /// Its reports of eviction.
-    pub evicted: Probe<Evicted>,
+    pub evicted: TestProbe<Evicted>,
     /// Who it is.
     pub identity: InstanceIdentity,
 }
@@ -214,7 +214,7 @@ pub struct HeartbeatRig {
 impl HeartbeatRig {
     /// Starts one.
     pub fn start(options: &Options, store: &Arc<FakeStore>) -> Self {
-        let (unfence, evicted) = (Probe::start(), Probe::start());
+        let (unfence, evicted) = (TestProbe::start(), TestProbe::start());
         let identity = identity();
         let parts = HeartbeatParts {
             options: options.heartbeat.clone(),
