@@ -3,6 +3,7 @@
 //! The rule: the registry owns the receiving half; only the incarnation whose generation the slot names may read. The failures this
 //! prevents: messages lost with the actor that died before them, and a stuck incarnation that wakes up and takes its successor's messages.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -61,8 +62,11 @@ impl<A: Actor> Mailbox<A> {
         let mut cx = TaskContext::from_waker(Waker::noop());
         let mut undelivered = 0;
         while let Poll::Ready(Some(message)) = Pin::new(&mut queue).poll_next(&mut cx) {
-            drop(message);
             undelivered += 1;
+            // The code of a user runs here, and whoever closes has more to do.
+            if catch_unwind(AssertUnwindSafe(|| drop(message))).is_err() {
+                tracing::error!("an undelivered message panicked while it was dropped");
+            }
         }
         undelivered
     }
