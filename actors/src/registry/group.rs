@@ -16,7 +16,8 @@ use super::slot::Slot;
 use super::spec::Progress;
 use super::supervisor::{News, Supervisor};
 use super::{
-    Backoff, Exit, GaveUp, Host, Intensity, Name, Placement, Registry, Restart, Spec, StartFailed, Strategy,
+    Backoff, ChildState, Exit, GaveUp, Host, Intensity, Name, Placement, Registry, Restart, Spec,
+    StartFailed, Strategy,
 };
 
 type LastWords = Arc<dyn Fn(GaveUp) -> BoxFuture<'static, ()> + Send + Sync>;
@@ -306,15 +307,23 @@ async fn start_root(
     core.host.spawn(async move {
         let core = of_task;
         let run = root.begin(&core, Report::new(sender, child, 1), Some(deadline));
+        core.note_life(child, 1, run.progress);
         core.put_root(run.stop);
         let mut done = Some(done);
         let exit = loop {
-            match news.recv().await {
+            let heard = tokio::select! {
+                heard = news.recv() => heard,
+                () = abandoned(&mut done) => {
+                    core.stop_root();
+                    continue;
+                }
+            };
+            match heard {
                 Some(News::Ready { .. }) => {
+                    core.note(child, |info| info.state = ChildState::Ready);
                     if let Some(done) = done.take()
                         && done.send(Ok(())).is_err()
                     {
-                        // Whoever asked is gone: nobody will ever stop it.
                         core.stop_root();
                     }
                 }
@@ -324,6 +333,8 @@ async fn start_root(
             }
         };
         root.close(&core);
+        let state = if exit.is_failure() { ChildState::Failed } else { ChildState::Stopped };
+        core.note(child, |info| info.state = state);
         let failed = match &exit {
             Exit::NotStarted(failed) => (**failed).clone(),
             _ => StartFailed::Ended(core.name.clone()),
@@ -335,6 +346,15 @@ async fn start_root(
         }
     });
     doing.await.unwrap_or_else(|_| Err(StartFailed::Ended(core.name.clone())))
+}
+
+/// Resolves when whoever waits for a start is gone: nobody would ever stop what it started.
+async fn abandoned(done: &mut Option<oneshot::Sender<Result<(), StartFailed>>>) {
+    match done {
+        Some(waiting) => waiting.closed().await,
+        None => std::future::pending().await,
+    }
+    *done = None;
 }
 
 /// A group as a child.
