@@ -240,7 +240,9 @@ impl Core {
     }
 
     pub(super) fn health(&self) -> Health {
-        let well = |info: &ChildInfo| matches!(info.state, ChildState::Ready | ChildState::Finished);
+        let well = |info: &ChildInfo| {
+            info.is_group || matches!(info.state, ChildState::Ready | ChildState::Finished)
+        };
         Health { troubles: self.children().into_iter().filter(|child| !well(child)).collect() }
     }
 

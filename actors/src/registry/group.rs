@@ -312,13 +312,19 @@ async fn start_root(
         core.put_root(run.stop);
         let mut done = Some(done);
         let exit = loop {
-            match news.recv().await {
+            let heard = tokio::select! {
+                heard = news.recv() => heard,
+                () = abandoned(&mut done) => {
+                    core.stop_root();
+                    continue;
+                }
+            };
+            match heard {
                 Some(News::Ready { .. }) => {
                     core.note(child, |info| info.state = ChildState::Ready);
                     if let Some(done) = done.take()
                         && done.send(Ok(())).is_err()
                     {
-                        // Whoever asked is gone: nobody will ever stop it.
                         core.stop_root();
                     }
                 }
@@ -357,6 +363,15 @@ impl Drop for Lookout {
             core.lost();
         }
     }
+}
+
+/// Resolves when whoever waits for a start is gone: nobody would ever stop what it started.
+async fn abandoned(done: &mut Option<oneshot::Sender<Result<(), StartFailed>>>) {
+    match done {
+        Some(waiting) => waiting.closed().await,
+        None => std::future::pending().await,
+    }
+    *done = None;
 }
 
 /// A group as a child.

@@ -35,7 +35,8 @@ pub(super) struct Birth<A: Actor> {
 struct Life<A: Actor<Context = Context<A>>> {
     future: Option<ContextFut<A, Context<A>>>,
     stop: Option<Stop>,
-    deadline: Option<Pin<Box<Sleep>>>,
+    /// When it is ended if it has not stopped, and what to call that.
+    deadline: Option<(Pin<Box<Sleep>>, Exit)>,
     asked: bool,
     /// It was polled, so it has run `started()`.
     began: bool,
@@ -66,28 +67,32 @@ pub(super) fn run<A: Actor<Context = Context<A>>>(birth: Birth<A>, make: impl Fn
 }
 
 impl<A: Actor<Context = Context<A>>> Life<A> {
-    /// Hears what the supervisor wants.
-    fn hear(&mut self, cx: &mut TaskContext<'_>) {
-        let Some(future) = &mut self.future else { return };
-        if let Some(stop) = &mut self.stop
-            && let Poll::Ready(answer) = stop.poll_unpin(cx)
-        {
-            self.stop = None;
-            self.asked = true;
-            match answer {
-                Ok(within) => {
-                    future.ctx().stop();
-                    self.deadline = Some(Box::pin(tokio::time::sleep(within)));
-                }
-                Err(_) => future.ctx().terminate(),
-            }
-        }
-        if let Some(deadline) = &mut self.deadline
-            && deadline.poll_unpin(cx).is_ready()
-        {
-            self.deadline = None;
+    /// Hears what the supervisor wants. Returns whether it has given this life up.
+    fn is_given_up(&mut self, cx: &mut TaskContext<'_>) -> bool {
+        let (Some(stop), Some(future)) = (&mut self.stop, &mut self.future) else { return false };
+        let Poll::Ready(answer) = stop.poll_unpin(cx) else { return false };
+        self.stop = None;
+        self.asked = true;
+        let Ok(within) = answer else { return true };
+        future.ctx().stop();
+        let late = if within.is_zero() { Exit::Shutdown } else { Exit::Stuck };
+        self.deadline = Some((Box::pin(tokio::time::sleep(within)), late));
+        false
+    }
+
+    /// Why it is to be ended now: it has not stopped in time.
+    fn is_late(&mut self, cx: &mut TaskContext<'_>) -> Option<Exit> {
+        let (deadline, late) = self.deadline.as_mut()?;
+        deadline.poll_unpin(cx).is_ready().then(|| late.clone())
+    }
+
+    /// Drops the actor where it stands: a context that is polled after `terminate` would run `started()` again, and one that is dropped
+    /// without it would run `stopped()`, be it broken or not.
+    fn cut_off(&mut self, exit: Exit) -> Poll<()> {
+        if let Some(future) = &mut self.future {
             future.ctx().terminate();
         }
+        self.end(exit)
     }
 
     /// Drops the actor, and then says that it is gone.
@@ -109,22 +114,22 @@ impl<A: Actor<Context = Context<A>>> Future for Life<A> {
 
     fn poll(self: Pin<&mut Self>, cx: &mut TaskContext<'_>) -> Poll<()> {
         let this = self.get_mut();
-        this.hear(cx);
+        if this.is_given_up(cx) {
+            return this.cut_off(Exit::Shutdown);
+        }
         let Some(future) = &mut this.future else { return Poll::Ready(()) };
         this.began = true;
         match caught(|| Pin::new(&mut *future).poll(cx)) {
             Ok(Poll::Pending) if this.pulse.pump_is_gone(cx) => {
-                future.ctx().terminate();
-                this.end(Exit::Panicked("it cancelled the future that brings its messages".to_owned()))
+                this.cut_off(Exit::Panicked("it cancelled the future that brings its messages".to_owned()))
             }
-            Ok(Poll::Pending) => Poll::Pending,
+            Ok(Poll::Pending) => match this.is_late(cx) {
+                Some(exit) => this.cut_off(exit),
+                None => Poll::Pending,
+            },
             Ok(Poll::Ready(())) if this.asked => this.end(Exit::Shutdown),
             Ok(Poll::Ready(())) => this.end(Exit::Stopped),
-            Err(panic) => {
-                // Otherwise dropping the future would run `stopped()` on a broken actor.
-                future.ctx().terminate();
-                this.end(Exit::Panicked(panic))
-            }
+            Err(panic) => this.cut_off(Exit::Panicked(panic)),
         }
     }
 }

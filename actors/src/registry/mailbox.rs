@@ -61,11 +61,11 @@ impl<A: Actor> Mailbox<A> {
         let mut cx = TaskContext::from_waker(Waker::noop());
         let mut undelivered = 0;
         while let Poll::Ready(Some(message)) = Pin::new(&mut queue).poll_next(&mut cx) {
-            // A message is user code too.
-            if let Err(panic) = caught(|| drop(message)) {
-                tracing::error!(panic, "a message panicked while it was dropped");
-            }
             undelivered += 1;
+            // The code of a user runs here, and whoever closes has more to do.
+            if let Err(panic) = caught(|| drop(message)) {
+                tracing::error!(panic, "an undelivered message panicked while it was dropped");
+            }
         }
         undelivered
     }

@@ -66,10 +66,12 @@ pub(super) struct Slot {
     /// The signs of life of its thread when it was last asked for one outside the watch.
     pongs: u64,
     watch: Option<Watch>,
+    /// It was added to a running group and was never ready. If it fails now, it was not added.
+    pub(super) newborn: bool,
     /// Who asked for it to be started.
-    pub(super) start_asked: Option<oneshot::Sender<Result<(), StartFailed>>>,
+    pub(super) start_asked: Vec<oneshot::Sender<Result<(), StartFailed>>>,
     /// Who asked for it to be removed.
-    pub(super) removal: Option<oneshot::Sender<u64>>,
+    pub(super) removal: Vec<oneshot::Sender<u64>>,
 }
 
 /// The watch over an incarnation.
@@ -80,14 +82,6 @@ struct Watch {
     beats: u64,
     pongs: u64,
     misses: u32,
-}
-
-/// What the clock says of a child.
-pub(super) enum Alarm {
-    /// Nothing to do.
-    None,
-    /// It was not ready in time, or did not stop, or does not serve its mailbox.
-    Lost(Exit),
 }
 
 impl Slot {
@@ -102,8 +96,9 @@ impl Slot {
             limit: None,
             pongs: 0,
             watch: None,
-            start_asked: None,
-            removal: None,
+            newborn: false,
+            start_asked: Vec::new(),
+            removal: Vec::new(),
         }
     }
 
@@ -176,9 +171,17 @@ impl Slot {
         }
         core.note(self.child, |info| info.state = ChildState::Ready);
         self.tell(core, EventKind::Ready);
-        if let Some(asked) = self.start_asked.take() {
+        self.newborn = false;
+        if !self.place.recycle {
+            self.answer_start(&Ok(()));
+        }
+    }
+
+    /// Tells whoever asked for it to be started what became of that.
+    pub(super) fn answer_start(&mut self, answer: &Result<(), StartFailed>) {
+        for asked in self.start_asked.drain(..) {
             // Whoever asked may be gone.
-            let _ = asked.send(Ok(()));
+            let _ = asked.send(answer.clone());
         }
     }
 
@@ -215,8 +218,10 @@ impl Slot {
         [due.map(Instant::from_std), self.limit.as_ref().map(Limit::next), probe].into_iter().flatten().min()
     }
 
-    /// Looks at the clock.
-    pub(super) fn alarm(&mut self, core: &Core, now: Instant) -> Alarm {
+    /// Looks at the clock. `Some`: it was not ready in time, or did not stop, or does not serve its mailbox.
+    pub(super) fn alarm(&mut self, core: &Core, now: Instant) -> Option<Exit> {
+        // A pause is over once. The child may still have to wait for others, and the clock is not to be looked at for ever meanwhile.
+        self.place.due.take_if(|due| *due <= now.into_std());
         if self.limit.as_mut().is_some_and(|limit| limit.must_ask(now)) {
             self.ping();
         }
@@ -226,12 +231,10 @@ impl Slot {
                 _ => Exit::Stuck,
             };
             self.bypass(core);
-            return Alarm::Lost(exit);
+            return Some(exit);
         }
-        let Some((pulse, seat)) = self.run.as_ref().and_then(|run| run.vital.as_ref()) else {
-            return Alarm::None;
-        };
-        let Some(watch) = self.watch.as_mut().filter(|watch| watch.next <= now) else { return Alarm::None };
+        let (pulse, seat) = self.run.as_ref()?.vital.as_ref()?;
+        let watch = self.watch.as_mut().filter(|watch| watch.next <= now)?;
         if pulse.beats() == watch.beats {
             watch.misses += 1;
         } else {
@@ -241,11 +244,11 @@ impl Slot {
             watch.next = now + watch.every;
             pulse.probe();
             seat.ping();
-            return Alarm::None;
+            return None;
         }
         self.tell(core, EventKind::Unresponsive);
         self.bypass(core);
-        Alarm::Lost(Exit::Stuck)
+        Some(Exit::Stuck)
     }
 
     /// Lets no message through to this life any more, and its thread go if that is blocked.

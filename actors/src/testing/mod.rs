@@ -11,7 +11,7 @@ mod table;
 
 pub use crash::Crash;
 pub use fake::{Call, FakeStore, Op, Reply};
-pub use probe::{Probe, runner};
+pub use probe::{ProbeActor, TestProbe, runner};
 pub use rig::{ClaimRig, DispatchRig, HeartbeatRig, SettleRig, deliver, engine_parts, identity};
 pub use table::{Row, claimed};
 

@@ -9,7 +9,7 @@ use tokio::sync::Semaphore;
 
 use super::crash::end;
 use super::fake::FakeStore;
-use super::probe::Probe;
+use super::probe::TestProbe;
 use crate::actor::claim::{ClaimActor, ClaimParts};
 use crate::actor::dispatch::{DispatchActor, DispatchParts};
 use crate::actor::heartbeat::{HeartbeatActor, HeartbeatParts};
@@ -89,13 +89,13 @@ pub struct ClaimRig {
     /// What is known about the instance.
     pub standing: Arc<Standing>,
     /// What it wants run.
-    pub dispatch: Probe<Dispatch>,
+    pub dispatch: TestProbe<Dispatch>,
     /// What it hands back.
-    pub hand_back: Probe<HandBack>,
+    pub hand_back: TestProbe<HandBack>,
     /// Its calls for a beat.
-    pub beat_now: Probe<BeatNow>,
+    pub beat_now: TestProbe<BeatNow>,
     /// Its reports of eviction.
-    pub evicted: Probe<Evicted>,
+    pub evicted: TestProbe<Evicted>,
     /// Who it is.
     pub instance: InstanceId,
     parts: ClaimParts,
@@ -108,8 +108,8 @@ impl ClaimRig {
         let permits = Arc::new(Semaphore::new(options.dispatch.max_in_flight as usize));
         let in_flight: Arc<InFlight> = Arc::default();
         let standing: Arc<Standing> = Arc::default();
-        let (dispatch, hand_back) = (Probe::start(), Probe::start());
-        let (beat_now, evicted) = (Probe::start(), Probe::start());
+        let (dispatch, hand_back) = (TestProbe::start(), TestProbe::start());
+        let (beat_now, evicted) = (TestProbe::start(), TestProbe::start());
         let instance = InstanceId::fresh();
         let parts = ClaimParts {
             options,
@@ -175,9 +175,9 @@ pub struct SettleRig {
     /// What is known about the instance.
     pub standing: Arc<Standing>,
     /// Its wakes.
-    pub wake: Probe<RequestImmediatePoll>,
+    pub wake: TestProbe<RequestImmediatePoll>,
     /// Its reports of eviction.
-    pub evicted: Probe<Evicted>,
+    pub evicted: TestProbe<Evicted>,
     /// Who it is.
     pub instance: InstanceId,
     parts: SettleParts,
@@ -187,7 +187,7 @@ pub struct SettleRig {
 impl SettleRig {
     /// Starts one as after the first accepted heartbeat.
     pub fn start(options: &Options, store: &Arc<FakeStore>) -> Self {
-        let (wake, evicted) = (Probe::start(), Probe::start());
+        let (wake, evicted) = (TestProbe::start(), TestProbe::start());
         let instance = InstanceId::fresh();
         let standing: Arc<Standing> = Arc::default();
         standing.unfence();
@@ -233,7 +233,7 @@ pub struct DispatchRig {
     /// What is known about the instance.
     pub standing: Arc<Standing>,
     /// Its results.
-    pub settle: Probe<Settle>,
+    pub settle: TestProbe<Settle>,
     /// The permits of its rows.
     pub permits: Arc<Semaphore>,
     /// What is held.
@@ -244,7 +244,7 @@ pub struct DispatchRig {
 impl DispatchRig {
     /// Starts one as after the first accepted heartbeat, whose handlers run on the current runtime.
     pub fn start(options: &Options, runners: Vec<(Category, Arc<dyn Runner>)>) -> Self {
-        let settle = Probe::start();
+        let settle = TestProbe::start();
         let in_flight: Arc<InFlight> = Arc::default();
         let standing: Arc<Standing> = Arc::default();
         standing.unfence();
@@ -312,9 +312,9 @@ pub struct HeartbeatRig {
     /// What is known about the instance.
     pub standing: Arc<Standing>,
     /// Its news of membership.
-    pub unfence: Probe<Unfence>,
+    pub unfence: TestProbe<Unfence>,
     /// Its reports of eviction.
-    pub evicted: Probe<Evicted>,
+    pub evicted: TestProbe<Evicted>,
     /// Who it is.
     pub identity: InstanceIdentity,
     options: Options,
@@ -324,7 +324,7 @@ pub struct HeartbeatRig {
 impl HeartbeatRig {
     /// Starts one.
     pub fn start(options: &Options, store: &Arc<FakeStore>) -> Self {
-        let (unfence, evicted) = (Probe::start(), Probe::start());
+        let (unfence, evicted) = (TestProbe::start(), TestProbe::start());
         let (identity, standing, options) = (identity(), Arc::default(), options.clone());
         let store = Arc::clone(store);
         let parts = heartbeat_parts(&options, &identity, &standing, &unfence, &evicted);
@@ -345,8 +345,8 @@ fn heartbeat_parts(
     options: &Options,
     identity: &InstanceIdentity,
     standing: &Arc<Standing>,
-    unfence: &Probe<Unfence>,
-    evicted: &Probe<Evicted>,
+    unfence: &TestProbe<Unfence>,
+    evicted: &TestProbe<Evicted>,
 ) -> HeartbeatParts {
     HeartbeatParts {
         options: options.heartbeat.clone(),
