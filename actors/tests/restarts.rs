@@ -251,7 +251,7 @@ fn rows_in_a_message_that_died_with_the_actor_are_held_by_nobody_and_others_go_o
             works,
             &rig.permits,
             &rig.in_flight,
-            Duration::from_secs(300),
+            Duration::from_mins(5),
             Duration::from_secs(30),
         );
         rig.addr.do_send(Dispatch { deliveries });

@@ -17,7 +17,9 @@ use workpump_actors::work::{Category, ClaimEpoch, WorkKey};
 fn recoveries(store: &FakeStore) -> Vec<Vec<(WorkKey, ClaimEpoch)>> {
     let held = |call| if let Call::ReleaseUnheld(held) = call { Some(held) } else { None };
     let mut recoveries: Vec<_> = store.calls().into_iter().filter_map(held).collect();
-    recoveries.iter_mut().for_each(|held| held.sort());
+    for held in &mut recoveries {
+        held.sort();
+    }
     recoveries
 }
 

@@ -139,7 +139,7 @@ fn the_alive_lock_is_known_after_a_restart() {
         quiesce().await;
         let Some(Call::Beat(beat)) = store.calls().pop() else { panic!("it beats at once") };
         assert!(beat.lock_declared);
-        assert_eq!(beat.interval, Duration::from_secs(60));
+        assert_eq!(beat.interval, Duration::from_mins(1));
         sleep(Duration::from_secs(125)).await;
         assert_eq!(store.gaps(Op::Beat)[2..], [60_000, 60_000]);
     });
