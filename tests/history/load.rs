@@ -5,9 +5,11 @@ use std::time::Duration;
 
 use rand::RngExt;
 use rand::rngs::StdRng;
+use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::{Op, World, spend};
+use crate::common::wait::PATIENCE;
 use crate::work::{KINDS, Kind, Session, scattered, session};
 
 async fn unfinished(db: &Session) -> i64 {
@@ -21,7 +23,8 @@ async fn unfinished(db: &Session) -> i64 {
 /// Waits until all work is finished. False: it never was.
 pub(crate) async fn drained(world: &World) -> bool {
     let db = session(&world.url).await;
-    for _ in 0..2_000 {
+    let deadline = Instant::now() + PATIENCE;
+    while Instant::now() < deadline {
         if unfinished(&db).await == 0 {
             return true;
         }
