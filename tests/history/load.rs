@@ -127,7 +127,9 @@ pub(crate) async fn lock_things(world: Arc<World>, number: u64) {
         let sql =
             format!("begin; select 1 from {table} order by random() limit {count} for update skip locked");
         db.batch_execute(&sql).await.expect("locks");
-        spend(&mut choices, 40).await;
+        // Now and then long enough that whoever waits is seen waiting, on a busy machine too.
+        let up_to_millis = if choices.random_bool(0.05) { 600 } else { 40 };
+        spend(&mut choices, up_to_millis).await;
         db.batch_execute("commit").await.expect("commit");
         spend(&mut choices, 5).await;
     }
