@@ -4,11 +4,15 @@
 //! tests of cadences that take minutes and fail on a busy machine.
 
 mod fake;
+mod fake_direct;
+mod fake_peers;
 mod probe;
 mod rig;
 mod table;
 
 pub use fake::{Call, FakeStore, Op, Reply};
+pub use fake_direct::{DirectOp, FakeDirect};
+pub use fake_peers::{FakeDeathWatch, FakeSweep};
 pub use probe::{Probe, runner};
 pub use rig::{ClaimRig, DispatchRig, HeartbeatRig, SettleRig, deliver, engine_parts, identity};
 pub use table::{Row, claimed};
