@@ -131,6 +131,29 @@ begin
     end if;
 end $wh$;
 
+-- A whole batch in one call, categories in their fixed order. `renewed` false: locked, ask again. A row that does not come back is lost.
+create function @schema@.renew_work(p_instance_id uuid, p_categories text[], p_ids uuid[], p_epochs bigint[], p_lease_seconds int)
+returns table (category text, work_id uuid, renewed boolean)
+language plpgsql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
+#variable_conflict use_column
+declare
+    v_part record;
+begin
+    if cardinality(p_categories) is distinct from cardinality(p_ids) or cardinality(p_epochs) is distinct from cardinality(p_ids) then
+        raise exception 'renew_work: % categories, % ids, % epochs', cardinality(p_categories), cardinality(p_ids), cardinality(p_epochs)
+            using errcode = '22023', hint = 'All arrays must have the same length.';
+    end if;
+    for v_part in
+        select i.category, array_agg(i.id) as ids, array_agg(i.epoch) as epochs
+        from unnest(p_categories, p_ids, p_epochs) as i (category, id, epoch)
+        group by i.category
+        order by array_position('{outbox,inbox,perspective_event,receptor}', i.category)
+    loop
+        return query select v_part.category, r.work_id, r.lease_expiry is not null
+            from @schema@.renew_claims(v_part.category, p_instance_id, v_part.ids, v_part.epochs, p_lease_seconds) r;
+    end loop;
+end $wh$;
+
 -- The original form, for operators: not fenced, so it extends the lease whoever holds it. Only rows that are held, unexpired and
 -- unprocessed: an expired lease is not revived, since a sweep may be acting on it.
 create function @schema@.renew_leases(p_category text, p_ids uuid[], p_lease_seconds int default 300) returns int

@@ -234,6 +234,37 @@ begin
     return @schema@.wh_release_evicted(1000);
 end $wh$;
 
+-- wh_sweep_key: the advisory key of the backstop sweep.
+create function @schema@.wh_sweep_key() returns bigint
+language sql immutable parallel safe
+return pg_catalog.hashtextextended('workpump sweep ' || @schema_text@, 0);
+
+-- wh_sweep_stale: the backstop, asked for on a timer by whoever is alive: T1 for stale peers, one caller at a time. `evicted` is null when
+-- another one is at it. `unfinished`: some tombstone's rows are not all back, go on with wh_release_pass. Releases nothing itself, so that
+-- T1 is committed before the first row is free. Waits for nobody longer than 100 ms; what was busy is left for the next sweep.
+create function @schema@.wh_sweep_stale(p_me uuid, out evicted uuid[], out unfinished boolean)
+language plpgsql set search_path = pg_catalog, @schema@, pg_temp set lock_timeout = '100ms' as $wh$
+begin
+    if exists (select 1 from @schema@.wh_instance_evictions t where t.instance_id = p_me) then
+        raise exception using errcode = 'WH001', message = format('instance %s was evicted: its verdicts do not count', p_me),
+            hint = 'start again under a fresh instance id';
+    end if;
+    if pg_try_advisory_xact_lock(@schema@.wh_sweep_key()) then
+        evicted := array(select e from @schema@.wh_evict_stale(p_me, clock_timestamp() - interval '30 seconds',
+            clock_timestamp() - interval '5 minutes') e);
+    end if;
+    unfinished := exists (select 1 from @schema@.wh_instance_evictions t where t.released_at is null);
+end $wh$;
+
+-- wh_release_pass: one pass of release, at most p_max_rows rows, and whether a tombstone is unfinished after it. Nothing back and
+-- unfinished: its rows are locked, somebody else is at it, or a producer is open that counted on the dead one; come back later.
+create function @schema@.wh_release_pass(p_max_rows int, out released int, out unfinished boolean)
+language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
+begin
+    released := @schema@.wh_release_evicted(p_max_rows);
+    unfinished := exists (select 1 from @schema@.wh_instance_evictions t where t.released_at is null);
+end $wh$;
+
 -- record_heartbeat: one beat. False: evicted, nothing written. Update first, then the tombstone, then insert (see wh_join). Then the
 -- opportunistic sweep, in a subtransaction: whatever happens to it, the beat stands. The update touches no key column, so it neither
 -- waits for a claim (FOR KEY SHARE on the member) nor holds one up.

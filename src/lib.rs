@@ -42,3 +42,10 @@ pub use workpump_actors::options::Options;
 pub use workpump_actors::runner::{Failure, Job, Runner};
 pub use workpump_actors::tree::{DrainReport, Engine};
 pub use workpump_actors::work::{Category, FailureReason};
+
+// Tests of private rooms use the fixtures of `tests/`, which know this crate by its name.
+#[cfg(test)]
+extern crate self as workpump;
+#[cfg(test)]
+#[path = "../tests/common/mod.rs"]
+mod common;

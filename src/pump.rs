@@ -154,7 +154,7 @@ impl Builder {
             options: self.options,
             identity,
             work,
-            instances: Arc::new(PgInstanceStore::new(&schema, direct)),
+            instances: Arc::new(PgInstanceStore::new(&schema, direct, pooled)),
             runners: self.runners,
             handlers: handlers.handle(),
             users: self.users,

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio_postgres::types::Type;
 use workpump::Options;
-use workpump::engine::options::LivenessSourceMode;
+use workpump::engine::options::{LivenessSourceMode, OnEvicted, OnFence};
 use workpump::engine::policy::retry::RetryPolicy;
 
 #[test]
@@ -47,6 +47,25 @@ fn every_default_of_settling_and_dispatching_is_the_contracts() {
         (dispatch.retry_base_seconds, dispatch.retry_max_seconds, dispatch.retry_jitter_percent),
         (30, 300, 10)
     );
+}
+
+#[test]
+fn every_default_of_liveness_is_the_contracts_and_its_bounds_hold() {
+    let liveness = Options::default().liveness;
+    assert!(liveness.death_watch);
+    assert_eq!((liveness.lock_loss_grace_seconds, liveness.stale_sweep_interval_seconds), (5, 60));
+    assert_eq!((liveness.on_fence, liveness.on_evicted), (OnFence::Hold, OnEvicted::Reincarnate));
+    let refusal = |change: fn(&mut Options)| {
+        let mut options = Options::default();
+        change(&mut options);
+        options.validate().err().map(|error| error.option)
+    };
+    let grace = Some("liveness.lock_loss_grace_seconds");
+    assert_eq!(refusal(|options| options.liveness.lock_loss_grace_seconds = 1), None);
+    assert_eq!(refusal(|options| options.liveness.lock_loss_grace_seconds = 0), grace);
+    assert_eq!(refusal(|options| options.liveness.lock_loss_grace_seconds = 61), grace);
+    let sweep = Some("liveness.stale_sweep_interval_seconds");
+    assert_eq!(refusal(|options| options.liveness.stale_sweep_interval_seconds = 0), sweep);
 }
 
 #[tokio::test]

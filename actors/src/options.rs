@@ -3,9 +3,13 @@
 //!
 //! Names and defaults of the groups `claim`, `heartbeat`, `lease_renewal` are the original system's.
 
+mod liveness;
+
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+
+pub use liveness::{LivenessOptions, OnEvicted, OnFence};
 
 /// All options, by group.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -16,6 +20,8 @@ pub struct Options {
     pub claim: ClaimOptions,
     /// Heartbeats.
     pub heartbeat: HeartbeatOptions,
+    /// The alive-lock, the watch for dead peers, and what this instance does when it may be taken for dead itself.
+    pub liveness: LivenessOptions,
     /// Lease length limits and renewal batching.
     pub lease_renewal: LeaseRenewalOptions,
     /// Batching of settlements.
@@ -264,7 +270,8 @@ impl Options {
     /// Refuses what cannot work. Called once, before anything starts.
     pub fn validate(&self) -> Result<(), OptionsError> {
         self.validate_claim()?;
-        self.validate_liveness()?;
+        self.validate_beats_and_renewal()?;
+        self.liveness.validate()?;
         self.validate_settle()?;
         self.validate_dispatch()
     }
@@ -315,7 +322,7 @@ impl Options {
         )
     }
 
-    fn validate_liveness(&self) -> Result<(), OptionsError> {
+    fn validate_beats_and_renewal(&self) -> Result<(), OptionsError> {
         let beat = &self.heartbeat;
         check(beat.interval_seconds >= 1, "heartbeat.interval_seconds", 0, "must be at least 1")?;
         check(beat.slow_interval_seconds >= 1, "heartbeat.slow_interval_seconds", 0, "must be at least 1")?;

@@ -3,10 +3,17 @@
 //! The rule: the engine decides when and what, a store decides how. Two implementations exist (PostgreSQL in the facade, a fake in
 //! `testing`), and one conformance suite runs on both.
 
+mod liveness;
+
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
+
+pub use liveness::{
+    DatabaseTime, DeathWatch, DirectConnector, DirectSession, Notification, NotificationSender,
+    NotificationStream, Renewal, RenewalStore, Suspect, SuspectVerdict, SweepStore, Swept,
+};
 
 use crate::instance::{InstanceId, InstanceIdentity};
 use crate::work::{Category, ClaimEpoch, ClaimedWork, FailureReason, WorkKey};
@@ -33,6 +40,9 @@ pub enum StoreError {
     /// The schema is missing, or needs a newer library (`WH004`).
     #[error("schema not usable: {0}")]
     Schema(String),
+    /// A pooler answered where the server itself is needed: the session can hold no lock and hear no notification.
+    #[error("not a direct connection: {0}; set a direct URL that leads past the pooler")]
+    NotDirect(String),
     /// A value in the batch was refused (SQLSTATE class 22 or 23, `WH002`): one item is at fault, the batch can be bisected.
     #[error("value refused ({code}): {message}")]
     Rejected {
@@ -185,7 +195,7 @@ pub trait InstanceStore: Send + Sync + 'static {
     /// Whether the schema is there and this library may use it. `Ok(false)`: not yet, ask again.
     fn schema_ready(&self) -> PortFuture<'_, bool>;
 
-    /// Writes one heartbeat.
+    /// Writes one heartbeat, past the pooler where that is possible and through it where it is not.
     fn beat(&self, beat: Beat) -> PortFuture<'_, BeatAnswer>;
 
     /// Leaves: hands back what is still leased, deletes the member, and tells the peers.

@@ -60,6 +60,7 @@ pub(crate) fn open_error(error: &OpenError, instance: InstanceId) -> StoreError 
     match error {
         OpenError::Late => StoreError::Unavailable(error.to_string()),
         OpenError::Refused(error) => store_error(error, instance),
+        OpenError::NotDirect(why) => StoreError::NotDirect(why.clone()),
     }
 }
 

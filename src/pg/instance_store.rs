@@ -1,19 +1,19 @@
 //! Membership behind the engine's port, on a session of its own: neither the pool nor a handler can delay a heartbeat.
 //!
-//! The session is opened by whoever calls, so it is driven by the vital arbiter's runtime and by nothing else.
+//! The session is opened by whoever calls, so it is driven by the vital arbiter's runtime and by nothing else. Where the direct URL cannot
+//! be opened, beats go through the pooled one: they need no session state, and a late proof of life is better than none.
 
 use std::time::Duration;
 
 use futures_util::FutureExt;
 use serde_json::json;
-use tokio::sync::Mutex;
-use tokio::time::timeout;
+use tokio_postgres::Config;
 use tokio_postgres::types::Type;
-use tokio_postgres::{Config, Row};
 use workpump_actors::instance::InstanceId;
 use workpump_actors::port::{Beat, BeatAnswer, InstanceStore, PortFuture, StoreError};
 
-use super::fault::{open_error, store_error};
+use super::fault::store_error;
+use super::kept_session::KeptSession;
 use super::migrate::{self, MigrateError, SchemaState};
 use super::schema_name::SchemaName;
 use super::session::Session;
@@ -21,80 +21,48 @@ use super::statement::instance as statement;
 
 /// A beat that takes longer is late, and says nothing about whether it was written. Below the engine's own limit.
 const BEAT_DEADLINE: Duration = Duration::from_secs(8);
+/// The server's limit for one, below that.
+const STATEMENT_TIMEOUT: Duration = Duration::from_secs(6);
 
 /// [`InstanceStore`] on PostgreSQL.
 pub(crate) struct PgInstanceStore {
     schema: SchemaName,
     beat: String,
     deregister: String,
-    direct: Config,
-    session: Mutex<Option<Session>>,
+    session: KeptSession<Session>,
 }
 
 impl PgInstanceStore {
-    pub(crate) fn new(schema: &SchemaName, direct: Config) -> Self {
+    /// Opens nothing yet. When `direct` cannot be opened, `pooled` will do.
+    pub(crate) fn new(schema: &SchemaName, direct: Config, pooled: Config) -> Self {
         Self {
             schema: schema.clone(),
             beat: statement::beat(schema),
             deregister: statement::deregister(schema),
-            direct,
-            session: Mutex::new(None),
+            session: KeptSession::new(direct, Some(STATEMENT_TIMEOUT)).or_through(pooled),
         }
-    }
-
-    /// One call on the session. It is taken out for the call: when the answer is late, or the caller gives up first, the session goes
-    /// with it, and the next beat opens a new one instead of waiting behind a dead socket.
-    async fn with_session<T>(
-        &self,
-        instance: InstanceId,
-        call: impl AsyncFnOnce(&Session) -> Result<T, tokio_postgres::Error>,
-    ) -> Result<T, StoreError> {
-        let mut slot = self.session.lock().await;
-        let kept = slot.take().filter(|session| !session.client.is_closed());
-        let answered = timeout(BEAT_DEADLINE, async {
-            let session = match kept {
-                Some(session) => session,
-                None => Session::open(&self.direct).await.map_err(|error| open_error(&error, instance))?,
-            };
-            let answer = call(&session).await.map_err(|error| store_error(&error, instance));
-            Ok((session, answer))
-        })
-        .await
-        .map_err(|_| {
-            StoreError::Unavailable(format!(
-                "no answer to the heartbeat within {} s",
-                BEAT_DEADLINE.as_secs()
-            ))
-        })?;
-        let (session, answer) = answered?;
-        *slot = Some(session);
-        answer
     }
 
     async fn beat_now(&self, beat: Beat) -> Result<BeatAnswer, StoreError> {
         let identity = &beat.identity;
         let metadata = json!({ "gate": "unconfigured", "library_version": env!("CARGO_PKG_VERSION") });
-        let rows = self
-            .with_session(identity.id, async |session: &Session| {
-                session
-                    .client
-                    .query_typed(
-                        &self.beat,
-                        &[
-                            (&identity.id.0, Type::UUID),
-                            (&identity.service_name, Type::TEXT),
-                            (&identity.host_name, Type::TEXT),
-                            (&identity.process_id, Type::INT4),
-                            (&metadata, Type::JSONB),
-                            (&(beat.interval.as_secs().max(1) as i32), Type::INT4),
-                            (&beat.lock_declared, Type::BOOL),
-                            (&beat.accepts_work, Type::BOOL),
-                        ],
-                    )
-                    .await
+        let interval = beat.interval.as_secs().max(1) as i32;
+        let accepted = self
+            .session
+            .call(identity.id, "heartbeat", BEAT_DEADLINE, async |client| {
+                let params = [
+                    (&identity.id.0 as _, Type::UUID),
+                    (&identity.service_name as _, Type::TEXT),
+                    (&identity.host_name as _, Type::TEXT),
+                    (&identity.process_id as _, Type::INT4),
+                    (&metadata as _, Type::JSONB),
+                    (&interval as _, Type::INT4),
+                    (&beat.lock_declared as _, Type::BOOL),
+                    (&beat.accepts_work as _, Type::BOOL),
+                ];
+                client.query_typed_one(&self.beat, &params).await?.try_get::<_, Option<bool>>(0)
             })
             .await?;
-        let accepted = rows.first().and_then(|row: &Row| row.try_get::<_, Option<bool>>(0).ok().flatten());
         Ok(if accepted == Some(false) { BeatAnswer::Evicted } else { BeatAnswer::Accepted })
     }
 }
@@ -104,8 +72,9 @@ impl InstanceStore for PgInstanceStore {
         async move {
             let nobody = InstanceId(uuid::Uuid::nil());
             let state = self
-                .with_session(nobody, async |session: &Session| {
-                    Ok(migrate::schema_state(&session.client, self.schema.as_str()).await)
+                .session
+                .call(nobody, "question for the schema", BEAT_DEADLINE, async |client| {
+                    Ok(migrate::schema_state(client, self.schema.as_str()).await)
                 })
                 .await?;
             match state.map_err(|error| schema_error(error, nobody))? {
@@ -125,11 +94,12 @@ impl InstanceStore for PgInstanceStore {
 
     fn deregister(&self, instance: InstanceId) -> PortFuture<'_, ()> {
         async move {
-            self.with_session(instance, async |session: &Session| {
-                session.client.query_typed(&self.deregister, &[(&instance.0, Type::UUID)]).await
-            })
-            .await
-            .map(drop)
+            self.session
+                .call(instance, "farewell", BEAT_DEADLINE, async |client| {
+                    client.query_typed(&self.deregister, &[(&instance.0, Type::UUID)]).await
+                })
+                .await
+                .map(drop)
         }
         .boxed()
     }

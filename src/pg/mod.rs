@@ -3,19 +3,40 @@
 //! | file | concern |
 //! |---|---|
 //! | `schema_name.rs` | the schema's name, checked and quoted |
+//! | `limits.rs` | what a session asks of the server when it starts |
 //! | `session.rs` | sessions, who drives them, what they may wait for |
+//! | `direct.rs` | sessions that are proved to lead past every pooler |
+//! | `kept_session.rs` | a session that one duty keeps to itself |
 //! | `pool.rs` | the small pool for settlements |
 //! | `statement/` | every SQL text |
 //! | `row.rs`, `fault.rs` | columns and errors to values |
-//! | `work_store.rs`, `instance_store.rs` | the engine's ports |
+//! | `work_store.rs`, `renewal_store.rs` | the engine's ports: work and its leases |
+//! | `instance_store.rs`, `direct_session.rs`, `death_watch.rs`, `sweep_store.rs` | the engine's ports: members, alive and dead |
 //! | `migrate.rs` | the schema itself |
+//!
+//! Tests of this room on a real server stand in `tests/pg/`: it is not public, and they see it from inside.
 
+#[cfg_attr(not(test), expect(dead_code, reason = "the actors that watch are not in the tree yet"))]
+pub(crate) mod death_watch;
+pub(crate) mod direct;
+#[cfg_attr(not(test), expect(dead_code, reason = "the actor that holds the session is not in the tree yet"))]
+pub(crate) mod direct_session;
 pub(crate) mod fault;
 pub(crate) mod instance_store;
+pub(crate) mod kept_session;
+pub(crate) mod limits;
 pub(crate) mod migrate;
 pub(crate) mod pool;
+#[cfg_attr(not(test), expect(dead_code, reason = "the actor that renews is not in the tree yet"))]
+pub(crate) mod renewal_store;
 pub(crate) mod row;
 pub(crate) mod schema_name;
 pub(crate) mod session;
 pub(crate) mod statement;
+#[cfg_attr(not(test), expect(dead_code, reason = "the actor that sweeps is not in the tree yet"))]
+pub(crate) mod sweep_store;
 pub(crate) mod work_store;
+
+#[cfg(test)]
+#[path = "../../tests/pg/mod.rs"]
+mod tests;

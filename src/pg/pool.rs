@@ -16,7 +16,8 @@ use workpump_actors::instance::InstanceId;
 use workpump_actors::port::StoreError;
 
 use super::fault::{open_error, store_error};
-use super::session::{CALL_DEADLINE, OPEN_DEADLINE, OpenError, refuses_options, with_limits};
+use super::limits::{refuses_options, with_statement_timeout};
+use super::session::{CALL_DEADLINE, OPEN_DEADLINE, OpenError, STATEMENT_TIMEOUT};
 
 /// Sessions at most. One flush is under way at a time; the other is for what comes beside it.
 const SIZE: u32 = 2;
@@ -30,7 +31,7 @@ impl StatementPool {
     /// Opens nothing yet. Must be called inside a runtime: the pool starts a timer.
     pub(crate) fn new(config: &Config, io: Handle) -> Self {
         let manager = Manager {
-            limited: PostgresConnectionManager::new(with_limits(config), NoTls),
+            limited: PostgresConnectionManager::new(with_statement_timeout(config, STATEMENT_TIMEOUT), NoTls),
             plain: PostgresConnectionManager::new(config.clone(), NoTls),
             io,
         };

@@ -6,7 +6,8 @@ use std::time::SystemTime;
 
 use bytes::Bytes;
 use tokio_postgres::Row;
-use tokio_postgres::types::{FromSql, Type};
+use tokio_postgres::types::private::BytesMut;
+use tokio_postgres::types::{FromSql, IsNull, ToSql, Type, to_sql_checked};
 use uuid::Uuid;
 use workpump_actors::work::{Category, ClaimEpoch, ClaimedWork, WorkId, WorkKey};
 
@@ -25,6 +26,32 @@ impl<'a> FromSql<'a> for JsonText {
     fn accepts(ty: &Type) -> bool {
         *ty == Type::JSONB
     }
+}
+
+/// An instant as the server counts it, in microseconds: handed back exactly as it came, whatever the local clock can express.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Timestamp(pub(crate) i64);
+
+impl<'a> FromSql<'a> for Timestamp {
+    fn from_sql(_: &Type, raw: &'a [u8]) -> Result<Self, Box<dyn Error + Sync + Send>> {
+        Ok(Self(i64::from_sql(&Type::INT8, raw)?))
+    }
+
+    fn accepts(ty: &Type) -> bool {
+        *ty == Type::TIMESTAMPTZ
+    }
+}
+
+impl ToSql for Timestamp {
+    fn to_sql(&self, _: &Type, out: &mut BytesMut) -> Result<IsNull, Box<dyn Error + Sync + Send>> {
+        self.0.to_sql(&Type::INT8, out)
+    }
+
+    fn accepts(ty: &Type) -> bool {
+        *ty == Type::TIMESTAMPTZ
+    }
+
+    to_sql_checked!();
 }
 
 /// Names repeat from row to row: one allocation serves them all.

@@ -13,10 +13,11 @@ use tokio_postgres::{AsyncMessage, Client, Config, NoTls, Socket, tls::NoTlsStre
 use tracing::{debug, info};
 
 use super::fault::describe;
+use super::limits::{Limits, refuses_options};
 
 /// The server gives a statement up before the client does, so nothing is claimed for a caller who has left. Behind a pooler, which
 /// takes no such limit, `release_unheld` makes good for it.
-const STATEMENT_TIMEOUT: Duration = Duration::from_secs(20);
+pub(crate) const STATEMENT_TIMEOUT: Duration = Duration::from_secs(20);
 /// The client's own limit for one call.
 pub(crate) const CALL_DEADLINE: Duration = Duration::from_secs(25);
 /// The limit for opening a session, login included: `connect_timeout` ends with the socket, and a server may accept and stay silent.
@@ -39,6 +40,9 @@ pub(crate) enum OpenError {
     /// The server or the network refused.
     #[error("{}", describe(.0))]
     Refused(#[from] tokio_postgres::Error),
+    /// A pooler answered, and only the server itself will do.
+    #[error("not a direct connection: {0}")]
+    NotDirect(String),
 }
 
 /// One session of the pump's own.
@@ -52,14 +56,19 @@ pub(crate) struct Session {
 impl Session {
     /// Opens a session on the current runtime, with server-side limits where the server takes them.
     pub(crate) async fn open(config: &Config) -> Result<Self, OpenError> {
-        timeout(OPEN_DEADLINE, Self::connect(config))
+        Self::open_with(config, STATEMENT_TIMEOUT).await
+    }
+
+    /// The same with another limit for statements.
+    pub(crate) async fn open_with(config: &Config, statement: Duration) -> Result<Self, OpenError> {
+        timeout(OPEN_DEADLINE, Self::connect(config, statement))
             .await
             .map_err(|_| OpenError::Late)?
             .map_err(OpenError::Refused)
     }
 
-    async fn connect(config: &Config) -> Result<Self, tokio_postgres::Error> {
-        let (client, connection) = match with_limits(config).connect(NoTls).await {
+    async fn connect(config: &Config, statement: Duration) -> Result<Self, tokio_postgres::Error> {
+        let (client, connection) = match Limits::new(Some(statement)).connect(config).await {
             Err(error) if refuses_options(&error) => config.connect(NoTls).await?,
             other => other?,
         };
@@ -90,19 +99,6 @@ async fn drive(mut connection: tokio_postgres::Connection<Socket, NoTlsStream>, 
             None => return,
         }
     }
-}
-
-/// The configuration with the server-side limits as start-up options.
-pub(crate) fn with_limits(config: &Config) -> Config {
-    let mut limited = config.clone();
-    let own = config.get_options().unwrap_or_default();
-    limited.options(format!("{own} -c statement_timeout={}", STATEMENT_TIMEOUT.as_millis()).trim_start());
-    limited
-}
-
-/// Whether this is how a pooler says that it takes no start-up options. Then the limits are the client's alone.
-pub(crate) fn refuses_options(error: &tokio_postgres::Error) -> bool {
-    error.code().is_some_and(|code| code.code() == "08P01")
 }
 
 /// Completes a parsed URL with what every session of the library wants and the URL did not say.

@@ -1,5 +1,6 @@
 //! The work tables behind the engine's port: one trip a batch, whatever the batch holds.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::FutureExt;
@@ -35,7 +36,7 @@ pub(crate) struct PgWorkStore {
     direct: Config,
     io: Handle,
     claim_session: Mutex<Option<Session>>,
-    pool: StatementPool,
+    pool: Arc<StatementPool>,
     keep_completed: bool,
 }
 
@@ -48,7 +49,7 @@ impl PgWorkStore {
         io: Handle,
         keep_completed: bool,
     ) -> Self {
-        let pool = StatementPool::new(pooled, io.clone());
+        let pool = Arc::new(StatementPool::new(pooled, io.clone()));
         Self {
             texts: Texts {
                 claim: statement::claim(schema),
@@ -62,6 +63,12 @@ impl PgWorkStore {
             pool,
             keep_completed,
         }
+    }
+
+    /// The small pool, for what else comes beside claims.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for the sweep, which the tree does not start yet"))]
+    pub(crate) fn pool(&self) -> Arc<StatementPool> {
+        Arc::clone(&self.pool)
     }
 
     async fn claim_now(&self, request: ClaimRequest) -> Result<Claimed, StoreError> {

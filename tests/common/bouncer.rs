@@ -22,6 +22,11 @@ pub struct Bouncer {
 impl Bouncer {
     /// Starts one with `pool_size` server connections per database. `None`, with a reason printed, where PgBouncer is not installed.
     pub async fn in_front_of(server: &EmbeddedPostgres, pool_size: u32) -> Option<Self> {
+        Self::with_settings(server, pool_size, "").await
+    }
+
+    /// The same with more lines of configuration.
+    pub async fn with_settings(server: &EmbeddedPostgres, pool_size: u32, settings: &str) -> Option<Self> {
         let Some(program) = PROGRAMS.iter().map(Path::new).find(|program| program.is_file()) else {
             eprintln!("skipped: PgBouncer is not installed (apt-get install pgbouncer)");
             return None;
@@ -32,7 +37,7 @@ impl Bouncer {
             "[databases]\n* = host={} port=5432 user=postgres\n\
              [pgbouncer]\nlisten_addr =\nlisten_port = {PORT}\nunix_socket_dir = {own}\nauth_type = any\n\
              pool_mode = transaction\ndefault_pool_size = {pool_size}\nmax_client_conn = 500\n\
-             logfile = {own}/pgbouncer.log\nadmin_users = postgres\n",
+             logfile = {own}/pgbouncer.log\nadmin_users = postgres\n{settings}\n",
             server.socket_dir().display()
         );
         let config = dir.write("pgbouncer.ini", &config).expect("PgBouncer's configuration");

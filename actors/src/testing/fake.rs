@@ -11,8 +11,8 @@ use super::table::{Row, Table};
 use crate::instance::InstanceId;
 use crate::lock;
 use crate::port::{
-    Beat, BeatAnswer, ClaimRequest, Claimed, InstanceStore, PortFuture, SettleItem, Settled, StoreError,
-    Verdict, WorkStore,
+    Beat, BeatAnswer, ClaimRequest, Claimed, InstanceStore, PortFuture, Renewal, RenewalStore, SettleItem,
+    Settled, StoreError, Verdict, WorkStore,
 };
 use crate::work::{ClaimEpoch, WorkKey};
 
@@ -33,6 +33,8 @@ pub enum Op {
     ReleaseUnheld,
     /// `next_claimable_in`
     NextDue,
+    /// `renew`
+    Renew,
 }
 
 /// One call, as it was made.
@@ -52,6 +54,8 @@ pub enum Call {
     ReleaseUnheld(Vec<(WorkKey, ClaimEpoch)>),
     /// The next due time was asked for.
     NextDue,
+    /// A flush of renewals, and for how long.
+    Renew(Vec<(WorkKey, ClaimEpoch)>, Duration),
 }
 
 impl Call {
@@ -64,6 +68,7 @@ impl Call {
             Self::Settle(_) => Op::Settle,
             Self::ReleaseUnheld(_) => Op::ReleaseUnheld,
             Self::NextDue => Op::NextDue,
+            Self::Renew(..) => Op::Renew,
         }
     }
 }
@@ -94,6 +99,7 @@ struct State {
     members: HashSet<InstanceId>,
     evicted: HashSet<InstanceId>,
     strict: bool,
+    locked: HashSet<WorkKey>,
 }
 
 /// Work tables and membership in memory.
@@ -231,6 +237,21 @@ impl FakeStore {
         lock(&self.state).table.attempts(key)
     }
 
+    /// Whether an outsider has this row locked: its lease can then not be renewed.
+    pub fn set_locked(&self, key: WorkKey, locked: bool) {
+        let mut state = lock(&self.state);
+        if locked {
+            state.locked.insert(key)
+        } else {
+            state.locked.remove(&key)
+        };
+    }
+
+    /// How much of a row's lease is left, if somebody leases it.
+    pub fn lease_left(&self, key: WorkKey) -> Option<Duration> {
+        lock(&self.state).table.lease_left(key)
+    }
+
     /// Notes a call and answers it by script, or by `act`.
     async fn answer<T>(
         &self,
@@ -324,6 +345,20 @@ impl InstanceStore for FakeStore {
             state.members.remove(&instance);
             state.table.release(instance, &[]);
             Ok(())
+        }))
+    }
+}
+
+impl RenewalStore for FakeStore {
+    fn renew(
+        &self,
+        instance: InstanceId,
+        items: Vec<(WorkKey, ClaimEpoch)>,
+        lease: Duration,
+    ) -> PortFuture<'_, Vec<Renewal>> {
+        Box::pin(self.answer(Call::Renew(items.clone(), lease), move |state| {
+            state.check(instance)?;
+            Ok(state.table.renew(instance, &items, &state.locked, lease))
         }))
     }
 }

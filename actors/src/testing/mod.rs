@@ -5,12 +5,16 @@
 
 mod crash;
 mod fake;
+mod fake_direct;
+mod fake_peers;
 mod probe;
 mod rig;
 mod table;
 
 pub use crash::Crash;
 pub use fake::{Call, FakeStore, Op, Reply};
+pub use fake_direct::{DirectOp, FakeDirect};
+pub use fake_peers::{FakeDeathWatch, FakeSweep};
 pub use probe::{ProbeActor, TestProbe, runner};
 pub use rig::{ClaimRig, DispatchRig, HeartbeatRig, SettleRig, deliver, engine_parts, identity};
 pub use table::{Row, claimed};

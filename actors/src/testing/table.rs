@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use crate::instance::InstanceId;
-use crate::port::{ClaimRequest, Claimed, SettleItem, Settled, Verdict};
+use crate::port::{ClaimRequest, Claimed, Renewal, SettleItem, Settled, Verdict};
 use crate::work::{Category, ClaimEpoch, ClaimedWork, OrderKey, WorkId, WorkKey};
 
 /// A row to be stored.
@@ -229,6 +229,42 @@ impl Table {
             }
         }
         released
+    }
+
+    /// Rows of a run go together, as in the real tables.
+    pub(super) fn renew(
+        &mut self,
+        instance: InstanceId,
+        items: &[(WorkKey, ClaimEpoch)],
+        locked: &HashSet<WorkKey>,
+        lease: Duration,
+    ) -> Vec<Renewal> {
+        let (now, wanted): (_, HashSet<_>) = (Instant::now(), items.iter().copied().collect());
+        let mut stopped = HashSet::new();
+        let mut answers = HashMap::new();
+        for (at, stored) in self.rows.iter().enumerate().skip(self.head) {
+            let Some((_, expiry)) = stored.lease.filter(|_| stored.finished.is_none()) else { continue };
+            let item = (stored.key, ClaimEpoch(stored.epoch));
+            let asked = wanted.contains(&item) && self.is_owned(at, instance, item.1) && expiry > now;
+            let order = stored.order_key();
+            let free =
+                !locked.contains(&stored.key) && !order.as_ref().is_some_and(|order| stopped.contains(order));
+            if !(asked && free) {
+                stopped.extend(order);
+            }
+            if asked {
+                answers.insert(item, if free { Renewal::Renewed } else { Renewal::Locked });
+            }
+        }
+        for ((key, _), _) in answers.iter().filter(|(_, answer)| **answer == Renewal::Renewed) {
+            self.rows[self.index[key]].lease = Some((instance, now + lease));
+        }
+        items.iter().map(|item| answers.get(item).copied().unwrap_or(Renewal::Lost)).collect()
+    }
+
+    pub(super) fn lease_left(&self, key: WorkKey) -> Option<Duration> {
+        let (_, expiry) = self.rows[*self.index.get(&key)?].lease?;
+        Some(expiry.saturating_duration_since(Instant::now()))
     }
 
     pub(super) fn next_claimable_in(&self) -> Option<Duration> {
