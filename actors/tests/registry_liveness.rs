@@ -1,4 +1,5 @@
 //! Actors that do not come back: blocked threads, waits without an end, stops that never finish, and a process that was only asleep.
+#![allow(clippy::print_stdout, reason = "what was measured is worth reading")]
 
 mod real;
 
