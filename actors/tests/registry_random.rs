@@ -298,7 +298,7 @@ async fn live_through(plot: &Plot, troubles: &[Trouble]) -> Result<(), String> {
         }
         seen.follow(&news(), &BTreeMap::new())?;
     }
-    sleep(Duration::from_secs(120)).await;
+    sleep(Duration::from_mins(2)).await;
     seen.follow(&news(), &BTreeMap::new())?;
     at_rest(&registry, &seen, &census)?;
     registry.shutdown().await;
@@ -320,8 +320,7 @@ fn at_rest(registry: &Registry, seen: &Seen, census: &Census) -> Result<(), Stri
     for child in &children {
         let alive = seen.0.get(&*child.name).is_some_and(|(_, alive)| *alive);
         let consistent = match child.state {
-            ChildState::Ready => true,
-            ChildState::Finished | ChildState::Failed => true,
+            ChildState::Ready | ChildState::Finished | ChildState::Failed => true,
             ChildState::Stopped => ended || children.iter().any(|other| other.state == ChildState::Failed),
             ChildState::Starting | ChildState::Waiting | ChildState::Stopping => false,
         };
