@@ -15,7 +15,7 @@ use registry_common::{
 /// Runs a child `loops` that dies for ever, until the tree has given up; checks everything that is to be seen of it.
 fn gives_up_after_ten(plan: Plan, life: Duration, cause: &str) {
     in_virtual_time(async {
-        let (lines, _catching) = Lines::catch();
+        let lines = Lines::catch();
         let log = Log::default();
         let group = Group::new("test")
             .child(Subject::spec("well", &Log::default(), Plan::default()))
