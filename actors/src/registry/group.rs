@@ -304,8 +304,9 @@ async fn start_root(
     let (sender, mut news) = mpsc::unbounded_channel();
     let (done, doing) = oneshot::channel();
     let of_task = Arc::clone(core);
+    let lookout = Lookout(Some(Arc::clone(core)));
     core.host.spawn(async move {
-        let core = of_task;
+        let (core, mut lookout) = (of_task, lookout);
         let run = root.begin(&core, Report::new(sender, child, 1), Some(deadline));
         core.note_life(child, 1, run.progress);
         core.put_root(run.stop);
@@ -333,8 +334,12 @@ async fn start_root(
             }
         };
         root.close(&core);
-        let state = if exit.is_failure() { ChildState::Failed } else { ChildState::Stopped };
-        core.note(child, |info| info.state = state);
+        core.note(child, |info| {
+            let failed = exit.is_failure();
+            info.state = if failed { ChildState::Failed } else { ChildState::Stopped };
+            info.last_exit = failed.then(|| exit.clone());
+        });
+        lookout.0 = None;
         let failed = match &exit {
             Exit::NotStarted(failed) => (**failed).clone(),
             _ => StartFailed::Ended(core.name.clone()),
@@ -346,6 +351,18 @@ async fn start_root(
         }
     });
     doing.await.unwrap_or_else(|_| Err(StartFailed::Ended(core.name.clone())))
+}
+
+/// Sees to it that nobody waits for ever for the end of a tree whose host ends under it.
+struct Lookout(Option<Arc<Core>>);
+
+impl Drop for Lookout {
+    fn drop(&mut self) {
+        if let Some(core) = &self.0 {
+            tracing::error!(group = &*core.name, "the thread of the supervisors ended under a running tree");
+            core.lost();
+        }
+    }
 }
 
 /// Resolves when whoever waits for a start is gone: nobody would ever stop what it started.

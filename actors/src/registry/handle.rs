@@ -31,7 +31,7 @@ struct Life(Arc<Core>);
 
 impl Drop for Life {
     fn drop(&mut self) {
-        self.0.stop_root();
+        self.0.orphan();
     }
 }
 
@@ -102,9 +102,13 @@ impl Registry {
         self.core.events()
     }
 
-    /// Sends every event from now on to this recipient, until it is closed. A stable address of a child hears on after its restarts.
+    /// Sends every event from now on to this recipient, until it is closed. Asking again changes nothing, so an actor may do it at every
+    /// start: with its stable address it hears each event once.
     pub fn subscribe(&self, listener: Recipient<SupervisorEvent>) {
-        let mut events = self.core.events();
+        if !self.core.listen(&listener) {
+            return;
+        }
+        let (mut events, core) = (self.core.events(), Arc::downgrade(&self.core));
         self.core.host.spawn(async move {
             loop {
                 match events.recv().await {
@@ -112,8 +116,11 @@ impl Registry {
                     Err(broadcast::error::RecvError::Lagged(lost)) => {
                         tracing::warn!(lost, "a listener for supervisor events was too slow");
                     }
-                    Ok(_) | Err(broadcast::error::RecvError::Closed) => return,
+                    Ok(_) | Err(broadcast::error::RecvError::Closed) => break,
                 }
+            }
+            if let Some(core) = core.upgrade() {
+                core.unlisten(&listener);
             }
         });
     }

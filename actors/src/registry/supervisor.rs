@@ -17,7 +17,7 @@ use tokio::time::{Instant, sleep_until};
 use super::book::Core;
 use super::child::Report;
 use super::command::Command;
-use super::exit::panic_text;
+use super::exit::{caught, panic_text};
 use super::members::{Cell, Members};
 use super::order::{Place, Stage, to_start, to_stop};
 use super::restart::Verdict;
@@ -295,6 +295,10 @@ impl Supervisor {
         for removal in slot.removal.drain(..) {
             // Whoever asked may be gone.
             let _ = removal.send(undelivered);
+        }
+        // With it goes what its factory holds.
+        if let Err(panic) = caught(|| drop(slot)) {
+            tracing::error!(panic, "a factory panicked while it was dropped");
         }
     }
 

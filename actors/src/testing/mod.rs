@@ -3,11 +3,13 @@
 //! The rule: nothing here sleeps for real or opens a socket; everything runs on one thread in virtual time. The failure this prevents:
 //! tests of cadences that take minutes and fail on a busy machine.
 
+mod crash;
 mod fake;
 mod probe;
 mod rig;
 mod table;
 
+pub use crash::Crash;
 pub use fake::{Call, FakeStore, Op, Reply};
 pub use probe::{ProbeActor, TestProbe, runner};
 pub use rig::{ClaimRig, DispatchRig, HeartbeatRig, SettleRig, deliver, engine_parts, identity};
