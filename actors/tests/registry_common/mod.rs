@@ -80,6 +80,11 @@ pub(crate) struct Note(pub(crate) u32);
 #[rtype(result = "()")]
 pub(crate) struct Boom(pub(crate) Where);
 
+/// To panic there as soon as it gets there.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub(crate) struct Arm(pub(crate) Where);
+
 #[derive(Message)]
 #[rtype(result = "()")]
 pub(crate) struct BoomInFuture;
@@ -180,6 +185,14 @@ impl Handler<Quit> for Subject {
 
     fn handle(&mut self, _: Quit, ctx: &mut Self::Context) {
         ctx.stop();
+    }
+}
+
+impl Handler<Arm> for Subject {
+    type Result = ();
+
+    fn handle(&mut self, Arm(place): Arm, _: &mut Self::Context) {
+        self.fragile = Some(place);
     }
 }
 
