@@ -105,13 +105,13 @@ impl Engine {
         let specs = Specs::new(parts, Arc::clone(&standing));
         let (heartbeat, settle) = (specs.heartbeat.addr(), specs.settle.addr());
         let (dispatch, claim) = (specs.dispatch.addr(), specs.claim.addr());
-        let drained: Vec<(Name, Recipient<Drain>)> = vec![
+        let in_order: Vec<(Name, Recipient<Drain>)> = vec![
             ("claim".into(), claim.clone().recipient()),
             ("dispatch".into(), dispatch.clone().recipient()),
             ("settle".into(), settle.clone().recipient()),
             ("heartbeat".into(), heartbeat.clone().recipient()),
         ];
-        let drainer = Drainer::new(drained, drain_deadline);
+        let drainer = Drainer::new(in_order, drain_deadline);
         let registry = specs.group(users, &drainer).start(host, start_deadline).await?;
         // The first beat's news may still be on its way; an engine that has started is ready. Should the warden have ended, it is not.
         if let Ok(warden) = registry.recipient::<CatchUp>() {
