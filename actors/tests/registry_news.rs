@@ -103,7 +103,7 @@ fn health_names_who_is_not_well_and_why_until_it_is() {
         sleep(Duration::from_secs(2)).await;
         assert!(registry.health().is_ready(), "{}", registry.health());
         registry.shutdown().await;
-        assert_eq!(registry.health().troubles.len(), 3, "a tree that has ended is not ready");
+        assert_eq!(registry.health().troubles.len(), 2, "a tree that has ended is not ready");
     });
 }
 
