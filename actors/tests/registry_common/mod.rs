@@ -330,6 +330,7 @@ impl Lines {
     }
 
     /// Those of this level.
+    #[expect(clippy::unused_self, reason = "who reads lines has caught them before")]
     pub(crate) fn of(&self, level: &str) -> Vec<String> {
         let text = String::from_utf8(LOGGED.with_borrow(Clone::clone)).expect("log lines are text");
         text.lines().map(str::trim).filter(|line| line.starts_with(level)).map(ToOwned::to_owned).collect()
