@@ -25,6 +25,7 @@ language plpgsql as $wh$
 declare
     v_until constant timestamptz := pg_catalog.clock_timestamp() operator(pg_catalog.+) p_wait;
     v_peer uuid;
+    v_held boolean;
 begin
     if p_census then
         select m.instance_id into peer
@@ -41,15 +42,17 @@ begin
         commit;
     end if;
     loop
-        select m.instance_id into v_peer
+        -- Whoever was waited for and holds the lock no more died between two slices: he comes before all others.
+        select m.instance_id, h.key is not null into v_peer, v_held
         from @schema@.wh_service_instances m
-        join @schema@.wh_held_keys() h on h.key operator(pg_catalog.=) @schema@.wh_alive_key(m.instance_id)
+        left join @schema@.wh_held_keys() h on h.key operator(pg_catalog.=) @schema@.wh_alive_key(m.instance_id)
         where m.lock_declared and m.instance_id operator(pg_catalog.<>) p_me
-        order by m.instance_id operator(pg_catalog.<) p_me, m.instance_id
+          and (h.key is not null or m.instance_id operator(pg_catalog.=) v_peer)
+        order by h.key is not null, m.instance_id operator(pg_catalog.<) p_me, m.instance_id
         limit 1;
         if v_peer is null then
             perform pg_catalog.pg_sleep(0.1);
-        elsif @schema@.wh_watch_slice(@schema@.wh_alive_key(v_peer)) then
+        elsif not v_held or @schema@.wh_watch_slice(@schema@.wh_alive_key(v_peer)) then
             peer := v_peer;
             since := pg_catalog.clock_timestamp();
             commit;

@@ -15,6 +15,16 @@ mod pump;
 mod runtime;
 mod status;
 
+#[doc = include_str!("../docs/supervision.md")]
+pub mod supervision {
+    pub use workpump_actors::registry::{
+        AskHealth, AskTotals, Backoff, ChildInfo, ChildState, Cx, EventKind, Exit, GaveUp, Group, Guard,
+        Health, Host, Intensity, InvalidPolicy, Name, Panicked, Placement, Ready, Registry, RegistryActor,
+        Restart, RestartChild, Spec, StartChild, StartFailed, StopChild, Strategy, Subscribe,
+        SupervisorEvent, Totals, Unknown, WhichChildren,
+    };
+}
+
 pub use connect::{check_schema, connect, drop_schema};
 pub use enqueue::{EnqueueError, Enqueued, InvalidMessage, NewInbox, NewOutbox, Producer, Stored};
 pub use error::Error;

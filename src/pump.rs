@@ -6,11 +6,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use actix::Actor;
 use serde::de::DeserializeOwned;
 use tokio_postgres::Config;
 use workpump_actors::instance::{InstanceId, InstanceIdentity};
 use workpump_actors::message::Account;
 use workpump_actors::options::Options;
+use workpump_actors::registry::{Group, Placement, Registry, Spec};
 use workpump_actors::runner::Runner;
 use workpump_actors::tree::{DrainReport, Engine, EngineParts};
 use workpump_actors::work::Category;
@@ -40,6 +42,7 @@ pub struct Builder {
     migrate: bool,
     runners: Vec<(Category, Arc<dyn Runner>)>,
     handlers: Handlers,
+    users: Group,
     twice: Option<String>,
 }
 
@@ -111,6 +114,19 @@ impl Builder {
         self
     }
 
+    /// Puts an actor of your own under the pump's supervision, in the group `users`: started after the heartbeat and before the first
+    /// claim, stopped after the last handler. See [`crate::supervision`].
+    pub fn supervise<A: Actor<Context = actix::Context<A>>>(mut self, spec: Spec<A>) -> Self {
+        self.users = self.users.child(spec);
+        self
+    }
+
+    /// The same for a group of actors with a policy of its own.
+    pub fn supervise_group(mut self, group: Group) -> Self {
+        self.users = self.users.group(group);
+        self
+    }
+
     /// Checks everything, joins the members, and starts to claim. Works from any runtime, and from a plain thread through any executor.
     pub async fn start(mut self) -> Result<WorkPump, Error> {
         self.options.validate()?;
@@ -141,6 +157,7 @@ impl Builder {
             instances: Arc::new(PgInstanceStore::new(&schema, direct, pooled)),
             runners: self.runners,
             handlers: handlers.handle(),
+            users: self.users,
             start_deadline: START_DEADLINE,
         })
         .await?;
@@ -238,6 +255,7 @@ impl WorkPump {
             migrate: false,
             runners: Vec::new(),
             handlers: Handlers::default(),
+            users: Group::new("users").on(Placement::Shared("users")).contained(),
             twice: None,
         }
     }
@@ -267,9 +285,9 @@ impl WorkPump {
         self.engine.observe().await
     }
 
-    /// The addresses of the pump's actors, for [`actix::Addr::send`] and friends.
-    pub fn registry(&self) -> &Engine {
-        &self.engine
+    /// The tree of actors, the pump's and yours: addresses, health, events. Its addresses stay good over all restarts.
+    pub fn registry(&self) -> &Registry {
+        self.engine.registry()
     }
 
     /// Stops in reverse: no more claims, unstarted rows handed back with their attempt refunded, running handlers awaited up to

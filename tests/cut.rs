@@ -3,10 +3,9 @@
 mod common;
 
 use std::collections::HashSet;
-use std::time::Duration;
 
 use common::proxy::Proxy;
-use common::wait::eventually;
+use common::wait::{PATIENCE, eventually};
 use serde_json::json;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
@@ -49,7 +48,7 @@ async fn a_server_that_accepts_and_stays_silent_is_an_error_and_no_hang() {
             status.expect_err("no server").to_string(),
         ]
     };
-    let errors = tokio::time::timeout(Duration::from_secs(30), all).await.expect("an answer in time");
+    let errors = tokio::time::timeout(PATIENCE, all).await.expect("an answer in time");
     for error in errors {
         assert!(error.contains("no answer to the login") && !error.contains("sesame"), "{error}");
     }
@@ -81,9 +80,7 @@ async fn a_pump_whose_sessions_go_dead_takes_others_and_loses_nothing() {
         }
         pump.wake();
         while !expected.is_empty() {
-            let next = tokio::time::timeout(Duration::from_secs(90), telling.recv())
-                .await
-                .expect("the pump goes on");
+            let next = tokio::time::timeout(PATIENCE, telling.recv()).await.expect("the pump goes on");
             expected.remove(&next.expect("a message"));
         }
     }

@@ -6,8 +6,8 @@ mod common;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::time::Duration;
 
+use common::wait::eventually;
 use serde_json::Value;
 use tokio::io::{AsyncBufReadExt, BufReader};
 
@@ -196,16 +196,22 @@ async fn a_demo_that_is_interrupted_or_killed_leaves_nothing_behind() {
                 break;
             }
         }
+        // Read on: a demo whose log nobody takes would stand still, and with it its end.
+        let log = tokio::spawn(async move { while let Ok(Some(_)) = lines.next_line().await {} });
         let pid = child.id().unwrap();
         let descendants = descendants_of(pid);
         assert!(descendants.len() >= 3, "a server and two relays: {descendants:?}");
         let killed = Command::new("/bin/sh").args(["-c", &format!("kill -{signal} {pid}")]).status().unwrap();
         assert!(killed.success());
         let status = child.wait().await.unwrap();
+        log.abort();
         if signal != "KILL" {
             assert_eq!(status.code(), Some(130), "{signal}");
         }
-        until("all processes of the demo end", || descendants.iter().all(|pid| !is_running(*pid))).await;
+        eventually("the end of all processes of the demo", async || {
+            descendants.iter().all(|pid| !is_running(*pid))
+        })
+        .await;
     }
 }
 
@@ -230,15 +236,4 @@ fn descendants_of(pid: u32) -> Vec<u32> {
 fn is_running(pid: u32) -> bool {
     fs::read_to_string(format!("/proc/{pid}/stat"))
         .is_ok_and(|stat| !stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with('Z')))
-}
-
-/// The state of another process sends no event: it is looked at until it is as expected.
-async fn until(what: &str, reached: impl Fn() -> bool) {
-    for _ in 0..1_500 {
-        if reached() {
-            return;
-        }
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-    panic!("not within 30 s: {what}");
 }

@@ -6,8 +6,8 @@ mod common;
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
+use common::wait::eventually;
 use workpump::embedded::{EmbeddedError, EmbeddedPostgres};
 
 /// Set for the process that owns a server and is then killed.
@@ -107,18 +107,7 @@ async fn an_owner_killed_with_sigkill_leaves_no_server_and_no_directory() {
     assert!(is_alive(pid) && dir.exists());
     owner.kill().unwrap();
     owner.wait().unwrap();
-    until("the server ends and its directory goes", || !is_alive(pid) && !dir.exists()).await;
-}
-
-/// The state of another process sends no event: it is looked at until it is as expected.
-async fn until(what: &str, reached: impl Fn() -> bool) {
-    for _ in 0..1_500 {
-        if reached() {
-            return;
-        }
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-    panic!("not within 30 s: {what}");
+    eventually("the end of the server and its directory", async || !is_alive(pid) && !dir.exists()).await;
 }
 
 /// Whether the process runs; one that ended and is not yet reaped does not.

@@ -148,7 +148,7 @@ async fn a_locked_row_is_left_for_the_next_pass_and_nobody_waits() {
     }
     lease_all(&client, dead).await;
     run(&settling, "begin; select 1 from wh_outbox where seq = 2 for update").await;
-    run(&client, "set lock_timeout = '500ms'").await;
+    run(&client, "set lock_timeout = '5s'").await;
     run(&client, &format!("select evict_instance('{dead}', null, 'died')")).await;
     assert_eq!((leased(&client, dead).await, unfinished(&client, dead).await), (1, true));
     run(&settling, "delete from wh_outbox where seq = 2; commit").await;

@@ -3,8 +3,8 @@
 mod common;
 
 use std::process::Command;
-use std::time::Duration;
 
+use common::wait::PATIENCE;
 use futures_util::future::join_all;
 use tokio_postgres::Client;
 use workpump::embedded::ServerPrograms;
@@ -262,7 +262,7 @@ async fn a_cancelled_migration_leaves_no_lock_and_no_table() {
             break;
         }
         cancelled += 1;
-        tokio::time::timeout(Duration::from_secs(5), async {
+        tokio::time::timeout(PATIENCE, async {
             while count(&watcher, quiet).await > 0 {
                 tokio::task::yield_now().await;
             }
@@ -300,7 +300,7 @@ async fn a_migration_cancelled_while_it_waits_for_the_lock_does_not_take_it_late
     }
     starter.abort();
     assert!(starter.await.unwrap_err().is_cancelled());
-    tokio::time::timeout(Duration::from_secs(5), async {
+    tokio::time::timeout(PATIENCE, async {
         while count(&watcher, waiting).await > 0 {
             tokio::task::yield_now().await;
         }
@@ -308,6 +308,6 @@ async fn a_migration_cancelled_while_it_waits_for_the_lock_does_not_take_it_late
     .await
     .expect("the server notices that the waiting client is gone");
     holder.batch_execute("commit").await.unwrap();
-    let second = tokio::time::timeout(Duration::from_secs(5), migrate(db.url(), "public")).await;
+    let second = tokio::time::timeout(PATIENCE, migrate(db.url(), "public")).await;
     assert!(!second.expect("a second start is not held up").unwrap().applied.is_empty());
 }

@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::wait::eventually;
+use common::wait::{PATIENCE, eventually};
 use common::{Bouncer, quick};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -90,8 +90,11 @@ async fn a_panic_an_error_and_an_undecodable_body_are_failed_attempts_with_their
     let strange = NewInbox::new("step", &json!({ "number": "one" }));
     let unknown = NewInbox::new("leap", &json!({}));
     store(&client, &[step(1, "panic"), step(2, "error"), strange, unknown]).await;
+    // None comes again before all four have been looked at.
+    let mut options = quick();
+    options.dispatch.retry_base_seconds = 300;
     let pump =
-        WorkPump::builder(database.url()).options(quick()).handler("step", handler).start().await.unwrap();
+        WorkPump::builder(database.url()).options(options).handler("step", handler).start().await.unwrap();
     until(&client, "select count(*) = 4 from wh_inbox where error is not null and instance_id is null").await;
     let rows = client
         .query_typed("select failure_reason, error, attempts from wh_inbox order by seq", &[])
@@ -322,9 +325,7 @@ async fn a_server_that_restarts_under_load_costs_time_and_no_message() {
     server.postgres.kill_9().expect("killed");
     server.postgres.restart().expect("restarted");
     while seen.len() < 500 {
-        let next = tokio::time::timeout(Duration::from_mins(1), told.recv())
-            .await
-            .expect("the pump goes on by itself");
+        let next = tokio::time::timeout(PATIENCE, told.recv()).await.expect("the pump goes on by itself");
         seen.insert(next.unwrap().0);
     }
     let client = database.connect().await;

@@ -285,8 +285,8 @@ async fn new_streams_are_noted_once_and_producers_in_opposite_order_do_not_deadl
             stream(s)
         )
     };
-    run(&one, "set deadlock_timeout = '10ms'; set statement_timeout = '5s'; begin").await;
-    run(&two, "set deadlock_timeout = '10ms'; set lock_timeout = '2s'; begin").await;
+    run(&one, "set deadlock_timeout = '10ms'; set statement_timeout = '60s'; begin").await;
+    run(&two, "set deadlock_timeout = '10ms'; set lock_timeout = '5s'; begin").await;
     run(&one, &put(1)).await;
     run(&two, &put(2)).await;
     run(&one, &put(2)).await;

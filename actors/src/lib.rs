@@ -9,6 +9,7 @@
 //! | [`policy`] | pure decisions: when to poll, when to beat, when to flush, what a failure means |
 //! | [`delivery`] | one row in flight with its permit and its lease |
 //! | [`message`] | the whole vocabulary of the actors |
+//! | [`standing`] | what is known about the instance, for every incarnation of every actor |
 //! | `lane` | runs rows on the handler runtime, one at a time per order key |
 //! | [`actor`] | the actors, thin: they wait, ask a policy, act |
 //! | [`registry`] | ordered start and stop of actors on threads of their own; knows nothing of the pump |
@@ -27,6 +28,7 @@ pub mod policy;
 
 pub mod delivery;
 pub mod message;
+pub mod standing;
 
 mod lane;
 

@@ -113,12 +113,6 @@ pub struct AliveLockChanged(pub AliveLock);
 #[rtype(result = "()")]
 pub struct Evicted(pub InstanceId);
 
-/// An actor of this engine has ended: claim nothing and start nothing any more. What runs goes on, and is written if somebody still can.
-/// There is no way back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
-#[rtype(result = "()")]
-pub struct Halt;
-
 /// Give an account of yourself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
 #[rtype(result = "Account")]

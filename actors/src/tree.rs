@@ -1,28 +1,38 @@
 //! The pump's tree: the only place that names every actor.
 //!
-//! The rule: heartbeat, settle, dispatch, claim start in this order, and a drain goes the other way, so that claiming stops first, the
-//! last result is written before the instance leaves, and beating ends last. The failures this prevents: rows claimed with nobody to run
-//! them, results with nobody to write them, and leases handed back while a result is still on its way.
+//! ```text
+//! workpump
+//! ├── vital   warden, heartbeat           on the vital thread
+//! ├── users   whatever users supervise    contained: when it is given up, the pump goes on, and is not ready
+//! └── work    settle, dispatch, claim     on the work thread
+//! ```
+//!
+//! The rule: they start in this order, and a drain goes the other way, so that claiming stops first, the last result is written before
+//! the instance leaves, and beating ends last. An actor that dies is replaced, and what must outlive it lives outside of it; one that
+//! dies too often ends the engine, after a drain of what can still be drained. The failures this prevents: rows claimed with nobody to
+//! run them, results with nobody to write them, and leases handed back while a result is still on its way.
 
+mod drain;
 mod wiring;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use actix::prelude::*;
 use tokio::runtime::Handle;
-use tokio::sync::watch;
 
+use crate::actor::warden::CatchUp;
 use crate::instance::{Gate, InstanceIdentity};
 use crate::message::{Account, Drain, GateChanged, Observe, RequestImmediatePoll};
 use crate::options::{Options, OptionsError};
 use crate::port::{InstanceStore, WorkStore};
-use crate::registry::{Host, Registry, StartFailed};
+use crate::registry::{GaveUp, Group, Host, Name, Registry, StartFailed};
 use crate::runner::Runner;
+use crate::standing::Standing;
 use crate::work::Category;
 
-use wiring::{CatchUp, Specs};
+use drain::Drainer;
+use wiring::Specs;
 
 pub use crate::message::Drained as DrainReport;
 
@@ -40,6 +50,8 @@ pub struct EngineParts {
     pub runners: Vec<(Category, Arc<dyn Runner>)>,
     /// The runtime on which runners run.
     pub handlers: Handle,
+    /// Users' own actors.
+    pub users: Group,
     /// How long the start may take.
     pub start_deadline: Duration,
 }
@@ -64,32 +76,13 @@ pub enum StartError {
     Child(#[from] StartFailed),
 }
 
-/// Whether the engine does its work.
-#[derive(Debug, Default)]
-struct Readiness {
-    member: AtomicBool,
-    ended: AtomicBool,
-}
-
-impl Readiness {
-    fn end(&self) {
-        self.ended.store(true, Ordering::Release);
-    }
-
-    fn is_ready(&self) -> bool {
-        self.member.load(Ordering::Acquire) && !self.ended.load(Ordering::Acquire)
-    }
-}
-
 /// A running engine. Dropping it without [`Engine::drain`] ends its actors where they stand.
 #[derive(Debug)]
 pub struct Engine {
-    registry: Arc<Registry>,
-    readiness: Arc<Readiness>,
-    draining: AtomicBool,
-    report: Arc<watch::Sender<Option<DrainReport>>>,
+    registry: Registry,
+    standing: Arc<Standing>,
+    drainer: Arc<Drainer>,
     observed: Vec<Recipient<Observe>>,
-    drained: Vec<Recipient<Drain>>,
 }
 
 impl Engine {
@@ -105,29 +98,33 @@ impl Engine {
             host.close().await;
             return Err(error.into());
         }
-        let readiness = Arc::new(Readiness::default());
-        let start_deadline = parts.start_deadline;
-        let specs = Specs::new(parts, &readiness);
-        let (heartbeat, settle, dispatch, claim) =
-            (specs.heartbeat.addr(), specs.settle.addr(), specs.dispatch.addr(), specs.claim.addr());
-        let registry = specs.group().start(host, start_deadline).await?;
+        let standing: Arc<Standing> = Arc::default();
+        let (start_deadline, mut parts) = (parts.start_deadline, parts);
+        let users = std::mem::replace(&mut parts.users, Group::new("users"));
+        let drain_deadline = Duration::from_secs(parts.options.dispatch.drain_deadline_seconds.into());
+        let specs = Specs::new(parts, Arc::clone(&standing));
+        let (heartbeat, settle) = (specs.heartbeat.addr(), specs.settle.addr());
+        let (dispatch, claim) = (specs.dispatch.addr(), specs.claim.addr());
+        let drained: Vec<(Name, Recipient<Drain>)> = vec![
+            ("claim".into(), claim.clone().recipient()),
+            ("dispatch".into(), dispatch.clone().recipient()),
+            ("settle".into(), settle.clone().recipient()),
+            ("heartbeat".into(), heartbeat.clone().recipient()),
+        ];
+        let drainer = Drainer::new(drained, drain_deadline);
+        let registry = specs.group(users, &drainer).start(host, start_deadline).await?;
         // The first beat's news may still be on its way; an engine that has started is ready. Should the warden have ended, it is not.
         if let Ok(warden) = registry.recipient::<CatchUp>() {
             let _ = warden.send(CatchUp).await;
         }
-        Ok(Self {
-            registry: Arc::new(registry),
-            readiness,
-            draining: AtomicBool::new(false),
-            report: Arc::new(watch::Sender::new(None)),
-            observed: vec![
-                heartbeat.clone().recipient(),
-                settle.clone().recipient(),
-                dispatch.clone().recipient(),
-                claim.clone().recipient(),
-            ],
-            drained: vec![claim.recipient(), dispatch.recipient(), settle.recipient(), heartbeat.recipient()],
-        })
+        let observed =
+            vec![heartbeat.recipient(), settle.recipient(), dispatch.recipient(), claim.recipient()];
+        Ok(Self { registry, standing, drainer, observed })
+    }
+
+    /// The tree of actors: addresses, health, events. For users' own actors and for whoever watches.
+    pub fn registry(&self) -> &Registry {
+        &self.registry
     }
 
     /// The address of an actor of the tree.
@@ -154,10 +151,19 @@ impl Engine {
         self.tell(GateChanged(gate));
     }
 
-    /// Whether it is a member and works: false before the first accepted heartbeat, while fenced, and for good after an eviction, a drain
-    /// or the end of an actor.
+    /// Whether it is a member and works, and every actor with it: false before the first accepted heartbeat, while fenced, while an actor
+    /// is being restarted or was given up, and for good after an eviction or a drain. [`Registry::health`] says who is not well.
     pub fn is_ready(&self) -> bool {
-        self.readiness.is_ready()
+        !self.standing.is_fenced() && !self.standing.is_over() && self.registry.health().is_ready()
+    }
+
+    /// Resolves when the tree has ended: well after a drain, with an error when an actor of the pump was given up.
+    ///
+    /// # Errors
+    ///
+    /// When an actor of the pump died too often.
+    pub async fn terminated(&self) -> Result<(), GaveUp> {
+        self.registry.terminated().await
     }
 
     /// What every actor says of itself, in start order. An actor that has ended says nothing.
@@ -172,30 +178,14 @@ impl Engine {
     /// Stops claiming, hands back what was not started, waits for what runs, writes every result, leaves the membership, and ends the
     /// actors and their threads. A second call waits for the first and gives its report. Needs no particular runtime.
     pub async fn drain(&self) -> DrainReport {
-        self.readiness.end();
-        let mut report = self.report.subscribe();
-        if !self.draining.swap(true, Ordering::AcqRel) {
-            self.drain_actors();
+        self.standing.drain();
+        if let Some(draining) = self.drainer.begin() {
+            // On the host: whoever asked for it may go away meanwhile.
+            self.registry.spawn(draining.run(None));
         }
-        let report =
-            report.wait_for(Option::is_some).await.map_or(None, |report| *report).unwrap_or_default();
+        let report = self.drainer.report().await;
         self.registry.shutdown().await;
         report
-    }
-
-    /// Drains one actor after the other, on the host: whoever asked for it may go away meanwhile.
-    fn drain_actors(&self) {
-        let drain = Draining { so_far: DrainReport::default(), report: Arc::clone(&self.report) };
-        let actors = self.drained.clone();
-        self.registry.spawn(async move {
-            let mut drain = drain;
-            for actor in actors {
-                // An actor that has ended has nothing left to drain.
-                if let Ok(drained) = actor.send(Drain).await {
-                    drain.so_far += drained;
-                }
-            }
-        });
     }
 
     fn tell<M>(&self, message: M)
@@ -205,17 +195,5 @@ impl Engine {
         if let Ok(recipient) = self.registry.recipient::<M>() {
             recipient.do_send(message);
         }
-    }
-}
-
-/// A drain under way. Reports when it is dropped, so that a host that ends early leaves nobody waiting.
-struct Draining {
-    so_far: DrainReport,
-    report: Arc<watch::Sender<Option<DrainReport>>>,
-}
-
-impl Drop for Draining {
-    fn drop(&mut self) {
-        self.report.send_replace(Some(self.so_far));
     }
 }

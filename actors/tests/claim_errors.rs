@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use tokio::time::sleep;
-use workpump_actors::message::{Evicted, RequestImmediatePoll, Unfence};
+use workpump_actors::message::{Evicted, RequestImmediatePoll};
 use workpump_actors::options::Options;
 use workpump_actors::port::StoreError;
 use workpump_actors::testing::{Call, ClaimRig, FakeStore, Op, Reply, Row, in_virtual_time};
@@ -131,7 +131,7 @@ fn an_evicted_claimer_says_so_once_and_never_claims_again() {
         store.evict(rig.instance);
         assert_eq!(rig.evicted.next().await, Evicted(rig.instance));
         let before = store.count(Op::Claim);
-        rig.addr.do_send(Unfence);
+        rig.unfence();
         rig.addr.do_send(RequestImmediatePoll);
         sleep(Duration::from_mins(10)).await;
         assert_eq!(store.count(Op::Claim), before);

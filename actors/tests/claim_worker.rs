@@ -5,9 +5,7 @@ use std::time::Duration;
 use tokio::time::sleep;
 use uuid::Uuid;
 use workpump_actors::instance::{AliveLock, Gate};
-use workpump_actors::message::{
-    AliveLockChanged, Drain, Fence, Observe, Pause, RequestImmediatePoll, Resume, Unfence,
-};
+use workpump_actors::message::{AliveLockChanged, Drain, Observe, Pause, RequestImmediatePoll, Resume};
 use workpump_actors::options::Options;
 use workpump_actors::port::StoreError;
 use workpump_actors::registry::Host;
@@ -233,11 +231,11 @@ fn a_fence_and_a_pause_stop_claims_and_their_end_resumes_them_at_once() {
         rig.addr.send(Resume).await.expect("alive");
         quiesce().await;
         assert_eq!(store.count(Op::Claim), 5);
-        rig.addr.send(Fence).await.expect("alive");
+        rig.fence();
         rig.addr.send(RequestImmediatePoll).await.expect("alive");
         sleep(Duration::from_mins(1)).await;
         assert_eq!(store.count(Op::Claim), 5);
-        rig.addr.send(Unfence).await.expect("alive");
+        rig.unfence();
         quiesce().await;
         assert_eq!(store.count(Op::Claim), 6);
     });

@@ -8,7 +8,7 @@ use std::time::Duration;
 use common::{History, account, assert_all_permits_are_back, done, inbox, results, rows};
 use tokio::time::sleep;
 use uuid::Uuid;
-use workpump_actors::message::{Evicted, Fence, Unfence};
+use workpump_actors::message::Evicted;
 use workpump_actors::options::{OnFailure, Options};
 use workpump_actors::port::Verdict;
 use workpump_actors::runner::{Failure, Job};
@@ -139,6 +139,30 @@ fn skip_gives_a_row_up_and_goes_on() {
 }
 
 #[test]
+fn a_panic_whose_payload_panics_when_it_is_dropped_is_a_failed_attempt_too() {
+    struct Payload;
+    impl Drop for Payload {
+        fn drop(&mut self) {
+            panic!("dropped");
+        }
+    }
+    in_virtual_time(async {
+        let bombs = runner(1, |job: Job| {
+            if job.work.seq == 0 {
+                std::panic::panic_any(Payload);
+            }
+            async { std::panic::panic_any(Payload) }
+        });
+        let mut rig = DispatchRig::start(&Options::default(), inbox(bombs));
+        rig.dispatch(rows(None, 0..2));
+        quiesce().await;
+        assert_eq!(results(&mut rig).len(), 2);
+        assert_all_permits_are_back(&rig);
+        assert_eq!(account(&rig).await.counter("in_hand"), 0);
+    });
+}
+
+#[test]
 fn a_panic_is_a_failed_attempt_wherever_it_happens() {
     struct Bomb;
     impl Drop for Bomb {
@@ -259,11 +283,11 @@ fn a_fence_starts_nothing_new_and_its_end_goes_on_in_order() {
         let mut rig = DispatchRig::start(&Options::default(), inbox(slow));
         rig.dispatch(rows(Some(Uuid::now_v7()), 0..3));
         quiesce().await;
-        rig.addr.send(Fence).await.expect("alive");
+        rig.fence();
         rig.dispatch(rows(None, 10..11));
         sleep(Duration::from_secs(30)).await;
         assert_eq!(history.started(), [0]);
-        rig.addr.send(Unfence).await.expect("alive");
+        rig.unfence();
         sleep(Duration::from_secs(3)).await;
         let mut ordered = history.started();
         ordered.retain(|seq| *seq < 10);

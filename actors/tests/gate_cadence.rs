@@ -46,7 +46,7 @@ fn an_available_gate_without_a_healthy_interval_backs_off_from_the_base() {
         let store = FakeStore::new();
         let rig = ClaimRig::start(options(50, 2_000, None), &store);
         rig.addr.do_send(GateChanged(Gate::Available));
-        rig.addr.do_send(workpump_actors::message::Unfence);
+        rig.unfence();
         store.called(Op::Claim, 4).await;
         assert_eq!(store.gaps(Op::Claim), [50, 100, 200]);
     });
@@ -58,7 +58,7 @@ fn an_unavailable_gate_pins_to_the_base() {
         let store = FakeStore::new();
         let rig = ClaimRig::start(options(100, 5_000, Some(1_000)), &store);
         rig.addr.do_send(GateChanged(Gate::Unavailable));
-        rig.addr.do_send(workpump_actors::message::Unfence);
+        rig.unfence();
         store.called(Op::Claim, 20).await;
         assert!(store.gaps(Op::Claim).iter().all(|gap| *gap == 100));
     });
@@ -70,7 +70,7 @@ fn a_healthy_gate_waits_the_relaxed_interval() {
         let store = FakeStore::new();
         let rig = ClaimRig::start(Options::default(), &store);
         rig.addr.do_send(GateChanged(Gate::Available));
-        rig.addr.do_send(workpump_actors::message::Unfence);
+        rig.unfence();
         store.called(Op::Claim, 4).await;
         assert_eq!(store.gaps(Op::Claim), [5_000, 10_000, 10_000]);
     });
@@ -139,7 +139,7 @@ fn without_the_safety_net_a_healthy_gate_sleeps_until_a_signal() {
         let store = FakeStore::new();
         let rig = ClaimRig::start(signals_only(), &store);
         rig.addr.do_send(GateChanged(Gate::Available));
-        rig.addr.do_send(workpump_actors::message::Unfence);
+        rig.unfence();
         sleep(Duration::from_hours(24)).await;
         assert_eq!((store.count(Op::Claim), store.count(Op::NextDue)), (1, 1));
         rig.addr.do_send(RequestImmediatePoll);
@@ -155,7 +155,7 @@ fn without_the_safety_net_a_row_is_claimed_when_it_comes_due() {
         store.insert(Row { due_in: Duration::from_mins(90), ..Row::default() });
         let rig = ClaimRig::start(signals_only(), &store);
         rig.addr.do_send(GateChanged(Gate::Available));
-        rig.addr.do_send(workpump_actors::message::Unfence);
+        rig.unfence();
         store.called(Op::Claim, 2).await;
         assert_eq!(store.gaps(Op::Claim), [90 * 60_000]);
     });
@@ -174,7 +174,7 @@ fn a_row_that_is_due_but_cannot_be_claimed_makes_no_hot_loop() {
         });
         let rig = ClaimRig::start(signals_only(), &store);
         rig.addr.do_send(GateChanged(Gate::Available));
-        rig.addr.do_send(workpump_actors::message::Unfence);
+        rig.unfence();
         sleep(Duration::from_mins(10)).await;
         assert!(store.count(Op::Claim) < 100, "{}", store.count(Op::Claim));
         assert!(store.count(Op::Claim) > 50, "{}", store.count(Op::Claim));
@@ -188,7 +188,7 @@ fn when_the_due_time_cannot_be_learnt_the_claimer_polls() {
         store.script(Op::NextDue, Reply::Fail(StoreError::Unavailable("gone".to_owned())));
         let rig = ClaimRig::start(signals_only(), &store);
         rig.addr.do_send(GateChanged(Gate::Available));
-        rig.addr.do_send(workpump_actors::message::Unfence);
+        rig.unfence();
         store.called(Op::Claim, 2).await;
         assert_eq!(store.gaps(Op::Claim), [10_000]);
     });
@@ -200,7 +200,7 @@ fn without_the_safety_net_an_unavailable_gate_polls_again_at_once() {
         let store = FakeStore::new();
         let rig = ClaimRig::start(signals_only(), &store);
         rig.addr.do_send(GateChanged(Gate::Available));
-        rig.addr.do_send(workpump_actors::message::Unfence);
+        rig.unfence();
         sleep(Duration::from_hours(1)).await;
         assert_eq!(store.count(Op::Claim), 1);
         rig.addr.do_send(GateChanged(Gate::Unavailable));

@@ -9,12 +9,14 @@ use uuid::Uuid;
 use crate::common::{self, PrivateServer};
 use crate::work::{Claim, KINDS, Kind, Lab, OUTBOX, PERSPECTIVE, RECEPTOR, Session, ids, millis, scattered};
 
-/// A server of their own, one test at a time: open transactions of other tests would keep dead rows alive.
+/// A server of their own, one test at a time: open transactions of other tests would keep dead rows alive. Nothing is vacuumed or
+/// analysed but by a test: that would change what is counted at a time of its own.
 async fn quiet() -> (MutexGuard<'static, ()>, Lab, Session) {
     static TURN: Mutex<()> = Mutex::const_new(());
     static SERVER: OnceLock<PrivateServer> = OnceLock::new();
     let turn = TURN.lock().await;
-    let lab = Lab { db: SERVER.get_or_init(|| common::server_with(&[])).database().await };
+    let lab =
+        Lab { db: SERVER.get_or_init(|| common::server_with(&[("autovacuum", "off")])).database().await };
     let session = lab.session().await;
     (turn, lab, session)
 }
@@ -100,11 +102,13 @@ async fn a_row_behind_nobody_is_claimed_at_once_beside_a_blocked_stream_of_100_0
 
 async fn empty_claim(db: &Session, me: Uuid, what: &str, limit: i64) {
     buffers(db, &Claim::of(me)).await;
-    let (blocks, first) = buffers(db, &Claim::of(me)).await;
+    let (mut blocks, first) = buffers(db, &Claim::of(me)).await;
     let mut times = Vec::new();
     for _ in 0..20 {
-        let (_, ms) = buffers(db, &Claim::of(me)).await;
+        let (again, ms) = buffers(db, &Claim::of(me)).await;
         times.push(ms);
+        // A session that must read its catalogs again meanwhile touches more: not what a claim costs.
+        blocks = blocks.min(again);
     }
     times.sort_by(f64::total_cmp);
     println!(

@@ -66,7 +66,7 @@ async fn a_member_that_is_just_being_evicted_claims_nothing_and_does_not_wait() 
     let id = db.store(&OUTBOX, Uuid::now_v7()).await;
     evictor.batch_execute("begin").await.unwrap();
     evictor.execute("delete from wh_service_instances where instance_id = $1", &[&me]).await.unwrap();
-    db.batch_execute("set lock_timeout = '50ms'").await.unwrap();
+    db.batch_execute("set lock_timeout = '5s'").await.unwrap();
     assert_eq!(db.claim(&Claim::of(me)).await.len(), 0);
     assert_eq!(db.state(&OUTBOX, id).await.unwrap().instance, None);
 }

@@ -2,10 +2,11 @@
 
 use std::path::Path;
 use std::process::{Child, Stdio};
-use std::time::Duration;
 
 use tokio::net::UnixStream;
 use workpump::embedded::{EmbeddedPostgres, PrivateDir};
+
+use super::wait::eventually;
 
 /// Not in everybody's PATH, therefore by its full name.
 const PROGRAMS: [&str; 4] =
@@ -62,17 +63,14 @@ impl Bouncer {
     /// The socket lies in a directory that is ours alone: whoever answers there is our child.
     async fn wait_until_it_answers(&mut self) {
         let socket = self.dir.path().join(format!(".s.PGSQL.{PORT}"));
-        for _ in 0..2_000 {
-            if UnixStream::connect(&socket).await.is_ok() {
-                return;
-            }
+        eventually(&format!("an answer of PgBouncer on {}", socket.display()), async || {
             if let Some(status) = self.child.try_wait().expect("PgBouncer's state") {
                 let log = std::fs::read_to_string(self.dir.path().join("pgbouncer.log")).unwrap_or_default();
                 panic!("PgBouncer ended while starting ({status}): {log}");
             }
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-        panic!("PgBouncer did not answer on {}", socket.display());
+            UnixStream::connect(&socket).await.is_ok()
+        })
+        .await;
     }
 }
 

@@ -1,6 +1,6 @@
 //! An instance: claims, works in order, fails, hands back, dies, and comes back from the dead with old epochs.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -41,6 +41,8 @@ pub(crate) struct Claimer {
     choices: StdRng,
     /// Runs this instance has lost, or behaves as if it had.
     zombies: Vec<Rest>,
+    /// What the last claim brought.
+    brought: HashSet<Uuid>,
 }
 
 /// The plan for a run. It may stop short of the end: the instance died there.
@@ -73,12 +75,13 @@ impl Claimer {
         let db = session(&world.url).await;
         let me = db.member().await;
         let choices = world.choices(100 + number);
-        Self { world, db, me, choices, zombies: Vec::new() }
+        Self { world, db, me, choices, zombies: Vec::new(), brought: HashSet::new() }
     }
 
     pub(crate) async fn live(mut self) {
         while !self.world.is_over() {
             let rows = self.claim().await;
+            self.brought = rows.iter().map(|row| row.id).collect();
             if rows.is_empty() {
                 spend(&mut self.choices, 4).await;
             }
@@ -256,9 +259,20 @@ impl Claimer {
         }
     }
 
+    /// Rather one that has a row which is held again, under a newer epoch: there a missing fence shows.
+    fn choose_zombie(&mut self) -> usize {
+        let again = |zombie: &Rest| zombie.iter().any(|row| self.brought.contains(&row.id));
+        let meeting: Vec<_> =
+            (0..self.zombies.len()).filter(|number| again(&self.zombies[*number])).collect();
+        if !meeting.is_empty() && self.choices.random_bool(0.7) {
+            return meeting[self.choices.random_range(0..meeting.len())];
+        }
+        self.choices.random_range(0..self.zombies.len())
+    }
+
     /// Acts on a run that is lost, or abandoned, under its old epochs.
     async fn rise(&mut self) {
-        let number = self.choices.random_range(0..self.zombies.len());
+        let number = self.choose_zombie();
         if !self.world.is_settling() && self.choices.random_bool(0.5) {
             let rest = self.zombies[number].clone();
             self.renew(&rest).await;

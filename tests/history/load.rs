@@ -5,9 +5,11 @@ use std::time::Duration;
 
 use rand::RngExt;
 use rand::rngs::StdRng;
+use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::{Op, World, spend};
+use crate::common::wait::PATIENCE;
 use crate::work::{KINDS, Kind, Session, scattered, session};
 
 async fn unfinished(db: &Session) -> i64 {
@@ -21,7 +23,8 @@ async fn unfinished(db: &Session) -> i64 {
 /// Waits until all work is finished. False: it never was.
 pub(crate) async fn drained(world: &World) -> bool {
     let db = session(&world.url).await;
-    for _ in 0..2_000 {
+    let deadline = Instant::now() + PATIENCE;
+    while Instant::now() < deadline {
         if unfinished(&db).await == 0 {
             return true;
         }
@@ -124,7 +127,9 @@ pub(crate) async fn lock_things(world: Arc<World>, number: u64) {
         let sql =
             format!("begin; select 1 from {table} order by random() limit {count} for update skip locked");
         db.batch_execute(&sql).await.expect("locks");
-        spend(&mut choices, 40).await;
+        // Now and then long enough that whoever waits is seen waiting, on a busy machine too.
+        let up_to_millis = if choices.random_bool(0.05) { 600 } else { 40 };
+        spend(&mut choices, up_to_millis).await;
         db.batch_execute("commit").await.expect("commit");
         spend(&mut choices, 5).await;
     }

@@ -22,7 +22,7 @@ async fn all_rows_of_a_call_get_one_expiry() {
         let me = db.member().await;
         let stored = db.store_many(kind, scattered(1), 4).await;
         db.store(kind, scattered(2)).await;
-        let got = db.claim(&Claim::of(me).seconds(5)).await;
+        let got = db.claim(&Claim::of(me).seconds(60)).await;
         let before = db.now().await;
         let renewed = renew(&db, kind, me, &got).await;
         assert_eq!(renewed.len(), 5, "{kind:?}");
@@ -78,7 +78,7 @@ async fn a_locked_row_comes_back_without_an_expiry_and_holds_up_nobody() {
         outsider.batch_execute("begin").await.unwrap();
         let sql = format!("select 1 from {} where {} = $1 for update", kind.table, kind.key);
         outsider.query(&sql, &[&locked]).await.unwrap();
-        db.batch_execute("set lock_timeout = '50ms'").await.unwrap();
+        db.batch_execute("set lock_timeout = '5s'").await.unwrap();
         let renewed = renew(&db, kind, me, &got).await;
         assert_eq!((renewed[0].0, renewed[0].1), (locked, None), "{kind:?}");
         assert!(renewed[1].0 == free && renewed[1].1.is_some());
@@ -94,7 +94,7 @@ async fn a_run_with_a_locked_row_does_not_get_two_lease_ends_in_the_wrong_order(
         let (lab, db) = Lab::new().await;
         let (me, other, outsider) = (db.member().await, db.member().await, lab.session().await);
         let stored = db.store_many(kind, scattered(1), 3).await;
-        let got = db.claim(&Claim::of(me).seconds(1)).await;
+        let got = db.claim(&Claim::of(me).seconds(60)).await;
         outsider.batch_execute("begin").await.unwrap();
         let sql = format!("select 1 from {} where {} = $1 for update", kind.table, kind.key);
         outsider.query(&sql, &[&stored[0]]).await.unwrap();
@@ -103,7 +103,7 @@ async fn a_run_with_a_locked_row_does_not_get_two_lease_ends_in_the_wrong_order(
         outsider.batch_execute("commit").await.unwrap();
         // Time passes without another renewal; the first row comes free.
         let expire = format!(
-            "update {} set lease_expiry = clock_timestamp() where lease_expiry < clock_timestamp() + interval '2 seconds'",
+            "update {} set lease_expiry = clock_timestamp() where lease_expiry < clock_timestamp() + interval '5 minutes'",
             kind.table
         );
         db.batch_execute(&expire).await.unwrap();

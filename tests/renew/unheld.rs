@@ -58,7 +58,7 @@ async fn a_locked_row_does_not_hold_up_the_release() {
     let got = db.claim(&Claim::of(me)).await;
     outsider.batch_execute("begin").await.unwrap();
     outsider.query("select 1 from wh_outbox where message_id = $1 for update", &[&got[1].id]).await.unwrap();
-    db.batch_execute("set lock_timeout = '50ms'").await.unwrap();
+    db.batch_execute("set lock_timeout = '5s'").await.unwrap();
     let row = db.query_one("select release_unheld($1, '{}', '{}')", &[&me]).await.unwrap();
     assert_eq!(row.get::<_, i32>(0), 2);
 }

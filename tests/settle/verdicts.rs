@@ -62,6 +62,7 @@ async fn a_retry_parks_the_row_and_keeps_its_attempts() {
         (item.after, item.reason, item.error) = (Some(60_000), Some(2), Some("refused".to_owned()));
         let before = db.now().await;
         assert!(db.settle(me, &[item]).await.is_empty());
+        let after = db.now().await;
         let state = db.state(kind, id).await.unwrap();
         assert_eq!(
             (state.instance, state.expiry, state.epoch, state.attempts),
@@ -69,8 +70,8 @@ async fn a_retry_parks_the_row_and_keeps_its_attempts() {
             "{kind:?}"
         );
         assert_eq!((state.reason, state.error.as_deref(), state.done), (Some(2), Some("refused"), false));
-        let pause = state.scheduled.unwrap().duration_since(before).unwrap();
-        assert!((60.0..62.0).contains(&pause.as_secs_f64()), "{pause:?}");
+        let (due, pause) = (state.scheduled.unwrap(), Duration::from_mins(1));
+        assert!((before + pause..=after + pause).contains(&due), "{due:?}");
         assert_eq!(db.claim(&Claim::of(me)).await.len(), 0);
     }
 }
@@ -84,9 +85,11 @@ async fn a_retry_without_a_pause_waits_the_usual_time_and_gets_reason_99() {
         let got = db.claim(&Claim::of(me)).await;
         let before = db.now().await;
         db.settle(me, &[verdict(&got[0], "retry")]).await;
+        let after = db.now().await;
         let state = db.state(kind, id).await.unwrap();
-        let pause = state.scheduled.unwrap().duration_since(before).unwrap().as_secs_f64();
-        assert!((27.0..35.0).contains(&pause), "30 s ± 10 %, not {pause}");
+        let due = state.scheduled.unwrap();
+        let (shortest, longest) = (Duration::from_secs(27), Duration::from_secs(33));
+        assert!((before + shortest..=after + longest).contains(&due), "30 s ± 10 %, not until {due:?}");
         assert_eq!(state.reason, Some(99));
     }
 }

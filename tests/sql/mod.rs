@@ -8,6 +8,8 @@ use tokio_postgres::types::FromSqlOwned;
 use tokio_postgres::{AsyncMessage, Client, NoTls};
 use uuid::Uuid;
 
+use crate::common::wait::eventually;
+
 /// The nth instance of a test; small numbers sort first.
 pub fn instance(n: u128) -> Uuid {
     Uuid::from_u128(0x018f_0000_0000_7000_8000_0000_0000_0000 + n)
@@ -62,13 +64,7 @@ pub async fn is_member(client: &Client, id: Uuid) -> bool {
 
 /// Returns once `sql`, a boolean, is true: a look at the state of another session, which sends no event.
 pub async fn until(client: &Client, sql: &str) {
-    tokio::time::timeout(std::time::Duration::from_secs(20), async {
-        while !value::<bool>(client, sql).await {
-            tokio::task::yield_now().await;
-        }
-    })
-    .await
-    .unwrap_or_else(|_| panic!("never true: {sql}"));
+    eventually(sql, async || value(client, sql).await).await;
 }
 
 /// The backend of a session.

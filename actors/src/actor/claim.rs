@@ -20,6 +20,7 @@ use crate::message::{BeatNow, Dispatch, Evicted, HandBack};
 use crate::options::Options;
 use crate::policy::poll::{PollCadence, Wait};
 use crate::port::{ClaimRequest, WorkStore};
+use crate::standing::Standing;
 use crate::work::Category;
 
 use super::{Alarm, Health, now};
@@ -38,6 +39,8 @@ pub struct ClaimParts {
     pub permits: Arc<Semaphore>,
     /// What is held in this process.
     pub in_flight: Arc<InFlight>,
+    /// What is known about this instance.
+    pub standing: Arc<Standing>,
     /// Runs rows.
     pub dispatch: Recipient<Dispatch>,
     /// Takes rows back that shall not be run.
@@ -77,10 +80,6 @@ struct Counters {
 }
 
 /// Claims rows and hands them on.
-#[expect(
-    clippy::struct_excessive_bools,
-    reason = "each is one fact that one message tells, independent of the others"
-)]
 pub struct ClaimActor {
     parts: ClaimParts,
     store: Arc<dyn WorkStore>,
@@ -93,17 +92,13 @@ pub struct ClaimActor {
     health: Health,
     counters: Counters,
     phase: Phase,
-    gate: Gate,
     was_down: bool,
-    fenced: bool,
-    paused: bool,
     drain: Option<tokio::sync::oneshot::Sender<()>>,
-    over: bool,
     wake: bool,
     empty_polls: u32,
     contended: u32,
     due_misses: u32,
-    /// When the last claim was sent whose outcome is unknown.
+    /// When the last claim was sent, at the latest, whose outcome is unknown.
     lost_claim: Option<std::time::Instant>,
 }
 
@@ -122,12 +117,13 @@ impl Actor for ClaimActor {
 }
 
 impl ClaimActor {
-    /// Starts fenced: the first accepted heartbeat opens it.
+    /// Starts as the instance stands: fenced, until its first heartbeat is accepted. One that comes after another takes it that the other
+    /// died of a claim, which the server may still carry out.
     pub fn new(parts: ClaimParts, store: Arc<dyn WorkStore>) -> Self {
+        let lost_claim = parts.standing.succeeds_claimer().then(now);
         Self {
             cadence: PollCadence::new(&parts.options.claim),
             rng: SmallRng::seed_from_u64(parts.seed),
-            parts,
             store,
             alarm: Alarm::default(),
             gathering: None,
@@ -135,28 +131,27 @@ impl ClaimActor {
             health: Health::default(),
             counters: Counters::default(),
             phase: Phase::Parked,
-            gate: Gate::default(),
-            was_down: false,
-            fenced: true,
-            paused: false,
+            was_down: parts.standing.gate() == Gate::Unavailable,
             drain: None,
-            over: false,
             wake: true,
             empty_polls: 0,
             contended: 0,
             due_misses: 0,
-            lost_claim: None,
+            lost_claim,
+            parts,
         }
     }
 
     fn may_claim(&self) -> bool {
         self.parts.options.claim.enabled
             && !self.parts.categories.is_empty()
-            && !self.fenced
-            && !self.paused
-            && !self.over
+            && self.parts.standing.may_claim()
             // The news that it has ended may still be on its way.
             && self.parts.dispatch.connected()
+    }
+
+    fn gate(&self) -> Gate {
+        self.parts.standing.gate()
     }
 
     fn wake(&mut self, ctx: &mut Context<Self>) {
@@ -233,7 +228,9 @@ impl ClaimActor {
             stream_run: self.parts.options.dispatch.stream_run,
             categories: Arc::clone(&self.parts.categories),
         };
-        let recover = self.lost_claim.map(|_| self.parts.in_flight.held());
+        // Taken before one looks at what is held: rows that are lost later ask for another recovery.
+        let asked = self.parts.standing.take_recovery();
+        let recover = (asked || self.lost_claim.is_some()).then(|| self.parts.in_flight.held());
         let store = Arc::clone(&self.store);
         let claimed = async move {
             let mut recovered = None;
@@ -241,12 +238,14 @@ impl ClaimActor {
                 let recovery_sent_at = now();
                 match store.release_unheld(request.instance, held).await {
                     Ok(rows) => recovered = Some((recovery_sent_at, rows)),
-                    Err(error) => return (permits, Answer { recovered, sent_at: None, result: Err(error) }),
+                    Err(error) => {
+                        return (permits, Answer { recovered, asked, sent_at: None, result: Err(error) });
+                    }
                 }
             }
             let sent_at = Some(now());
             let result = store.claim(request).await;
-            (permits, Answer { recovered, sent_at, result })
+            (permits, Answer { recovered, asked, sent_at, result })
         };
         ctx.spawn(claimed.into_actor(self).map(|(permits, answer), act, ctx| {
             act.answered(permits, answer, ctx);
@@ -260,11 +259,11 @@ impl ClaimActor {
         if self.wake || !self.may_claim() {
             return self.step(ctx);
         }
-        match self.cadence.wait(self.gate, self.empty_polls) {
+        match self.cadence.wait(self.gate(), self.empty_polls) {
             Wait::For(wait) => self.sleep(wait, ctx),
-            // No signal tells that a lost claim was carried out after all.
-            Wait::UntilSignal if self.lost_claim.is_some() => {
-                self.sleep(self.cadence.backoff(self.gate, self.empty_polls), ctx);
+            // No signal tells that a lost claim was carried out after all, or that a recovery would succeed now.
+            Wait::UntilSignal if self.lost_claim.is_some() || self.parts.standing.must_recover() => {
+                self.sleep(self.cadence.backoff(self.gate(), self.empty_polls), ctx);
             }
             Wait::UntilSignal => self.ask_for_next_due(ctx),
         }
@@ -300,7 +299,7 @@ impl ClaimActor {
                         tracing::warn!(%error, "asking for the next due time failed");
                     }
                     act.empty_polls = act.empty_polls.saturating_add(1);
-                    act.cadence.backoff(act.gate, act.empty_polls)
+                    act.cadence.backoff(act.gate(), act.empty_polls)
                 }
             };
             act.sleep(wait, ctx);
@@ -319,10 +318,10 @@ impl ClaimActor {
 
     fn state(&self) -> &'static str {
         match self.phase {
-            _ if self.over => "stopped",
+            _ if self.parts.standing.is_over() => "stopped",
             _ if !self.parts.options.claim.enabled => "disabled",
-            _ if self.fenced => "fenced",
-            _ if self.paused => "paused",
+            _ if self.parts.standing.is_fenced() => "fenced",
+            _ if self.parts.standing.is_paused() => "paused",
             Phase::Parked => "parked",
             Phase::Sleeping => "waiting",
             Phase::Gathering => "waiting for permits",

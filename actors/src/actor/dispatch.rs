@@ -2,25 +2,19 @@
 //!
 //! The rule: this actor never runs user code and never waits for it; it watches the deadlines. The failure this prevents: a handler that
 //! blocks the thread on which claiming, settling and draining live.
+//!
+//! Nothing that runs is held here: rows, results and leases are the crew's, which goes on when this actor dies and is found by the next
+//! one as it is.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
 use actix::prelude::*;
-use tokio::runtime::Handle;
-use tokio::time::Instant;
 
-use crate::delivery::{InFlight, Lease};
-use crate::instance::InstanceId;
-use crate::lane::{Crew, CrewParts, Mode};
-use crate::message::{
-    Account, Dispatch, Drain, Drained, Evicted, Fence, Halt, HandBack, Observe, Settle, Unfence,
-};
-use crate::options::DispatchOptions;
-use crate::policy::retry::RetryPolicy;
-use crate::runner::Runner;
-use crate::work::Category;
+use crate::delivery::Settlement;
+use crate::lane::{Crew, DrainBegan, Mode};
+use crate::message::{Account, Dispatch, Drain, Drained, Evicted, Fence, HandBack, Observe, Settle, Unfence};
+use crate::standing::Standing;
 
 use super::{Alarm, Health, now};
 
@@ -34,26 +28,21 @@ const PARKED_ROUND: Duration = Duration::from_millis(250);
 const LAST_CALL: Duration = Duration::from_secs(2);
 
 /// What the dispatching actor is made of.
+#[derive(Clone)]
 pub struct DispatchParts {
-    /// The knobs.
-    pub options: DispatchOptions,
-    /// Who runs the rows.
-    pub instance: InstanceId,
-    /// One runner per category.
-    pub runners: Vec<(Category, Arc<dyn Runner>)>,
-    /// Where handlers run.
-    pub handlers: Handle,
-    /// What is held in this process.
-    pub in_flight: Arc<InFlight>,
+    /// Who runs the rows: the same for every incarnation.
+    pub(crate) crew: Arc<Crew>,
+    /// What is known about this instance.
+    pub standing: Arc<Standing>,
     /// Writes results.
     pub settle: Recipient<Settle>,
-    /// Seed of the jitter.
-    pub seed: u64,
+    /// How long a drain waits for handlers.
+    pub drain_deadline: Duration,
 }
 
 impl std::fmt::Debug for DispatchParts {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("DispatchParts").field("options", &self.options).finish_non_exhaustive()
+        f.debug_struct("DispatchParts").field("standing", &self.standing).finish_non_exhaustive()
     }
 }
 
@@ -65,19 +54,13 @@ struct Fetch;
 /// Runs claimed rows.
 pub struct DispatchActor {
     crew: Arc<Crew>,
+    standing: Arc<Standing>,
     settle: Recipient<Settle>,
-    patience: Duration,
-    /// Leases under which rows may still be running, by deadline.
-    leases: VecDeque<Arc<Lease>>,
-    /// Leases past their deadline under which rows may still be running, by end.
-    ending: VecDeque<Arc<Lease>>,
+    drain_deadline: Duration,
     deadline: Alarm,
     deadline_at: Option<std::time::Instant>,
     round: Alarm,
     health: Health,
-    rows: u64,
-    cancelled: u64,
-    results: u64,
 }
 
 impl std::fmt::Debug for DispatchActor {
@@ -92,46 +75,66 @@ impl Actor for DispatchActor {
     fn started(&mut self, ctx: &mut Self::Context) {
         let address = ctx.address();
         self.crew.desk().set_bell(move || address.do_send(Fetch));
+        self.agree(ctx);
+        self.look_round(ctx);
     }
 }
 
 impl DispatchActor {
-    /// Ready to run rows at once.
+    /// In front of this crew, ready at once.
     pub fn new(parts: DispatchParts) -> Self {
-        let threads = parts.handlers.metrics().num_workers();
-        let crew = Crew::new(CrewParts {
-            instance: parts.instance,
-            runners: parts.runners,
-            handlers: parts.handlers,
-            threads,
-            retry: RetryPolicy::new(&parts.options),
-            in_flight: parts.in_flight,
-            seed: parts.seed,
-        });
         Self {
-            crew,
+            crew: parts.crew,
+            standing: parts.standing,
             settle: parts.settle,
-            patience: Duration::from_secs(parts.options.drain_deadline_seconds.into()),
-            leases: VecDeque::new(),
-            ending: VecDeque::new(),
+            drain_deadline: parts.drain_deadline,
             deadline: Alarm::default(),
             deadline_at: None,
             round: Alarm::default(),
             health: Health::default(),
-            rows: 0,
-            cancelled: 0,
-            results: 0,
         }
     }
 
-    /// Passes on what has finished.
+    /// Has the crew do what the instance's standing allows.
+    fn agree(&mut self, ctx: &mut Context<Self>) {
+        if self.standing.is_evicted() {
+            self.crew.set_mode(Mode::Dead);
+            self.cancel_all();
+            self.crew.forget_unstarted();
+            drop(self.crew.desk().close());
+        } else if self.standing.is_over() {
+            if self.standing.is_draining() {
+                self.crew.begin_drain();
+            }
+            self.crew.set_mode(Mode::Draining);
+            self.crew.release_unstarted();
+            self.fetch();
+        } else {
+            self.crew.set_mode(if self.standing.is_fenced() { Mode::Held } else { Mode::Run });
+        }
+        self.watch_next(ctx);
+    }
+
+    /// Passes on what has finished. Nothing may come between: what was fetched is nowhere else.
     fn fetch(&mut self) {
         let settlements = self.crew.desk().fetch();
-        if !settlements.is_empty() {
-            self.health.well();
-            self.results += settlements.len() as u64;
+        self.pass_on(settlements);
+    }
+
+    fn pass_on(&mut self, settlements: Vec<Settlement>) {
+        let results = settlements.len() as u64;
+        if results > 0 {
             self.settle.do_send(Settle { settlements });
+            self.crew.counters.fetched.add(results);
+            self.health.well();
         }
+    }
+
+    /// Fetches, looks at parked rows, and goes on looking as long as there is need.
+    fn look_round(&mut self, ctx: &mut Context<Self>) {
+        self.fetch();
+        let parked = self.crew.retry_parked();
+        self.keep_round(parked, ctx);
     }
 
     /// Keeps looking while rows run where they stand (a blocked thread rings no bell) or are parked.
@@ -146,31 +149,12 @@ impl DispatchActor {
         };
         self.round.set(ctx, pause, |act, ctx| {
             act.round.rang();
-            act.fetch();
-            let parked = act.crew.retry_parked();
-            act.keep_round(parked, ctx);
+            act.look_round(ctx);
         });
     }
 
-    fn watch(&mut self, lease: Arc<Lease>, ctx: &mut Context<Self>) {
-        // Nobody else holds a lease whose rows are all done.
-        if self.leases.len() % 64 == 63 {
-            self.leases.retain(|lease| Arc::strong_count(lease) > 1);
-        }
-        let at = self.leases.partition_point(|other| other.window().deadline() <= lease.window().deadline());
-        self.leases.insert(at, lease);
-        self.watch_next(ctx);
-    }
-
     fn watch_next(&mut self, ctx: &mut Context<Self>) {
-        for leases in [&mut self.leases, &mut self.ending] {
-            while leases.front().is_some_and(|lease| Arc::strong_count(lease) == 1) {
-                leases.pop_front();
-            }
-        }
-        let deadline = self.leases.front().map(|lease| lease.window().deadline());
-        let end = self.ending.front().map(|lease| lease.window().end());
-        let next = deadline.into_iter().chain(end).min();
+        let next = self.crew.leases().next();
         if next == self.deadline_at {
             return;
         }
@@ -180,46 +164,25 @@ impl DispatchActor {
             act.deadline.rang();
             act.deadline_at = None;
             act.enforce_deadlines();
-            act.end_leases();
             act.watch_next(ctx);
         });
     }
 
-    /// Ends handlers that went on waiting until their lease had ended, so that they hold neither a permit nor their lane for ever.
-    fn end_leases(&mut self) {
-        let now = now();
-        while self.ending.front().is_some_and(|lease| lease.window().has_ended(now)) {
-            let Some(lease) = self.ending.pop_front() else { break };
-            lease.end();
-        }
-    }
-
-    /// Its handlers were told to stop: now they are watched until the lease ends.
-    fn watch_end(&mut self, lease: Arc<Lease>) {
-        let at = self.ending.partition_point(|other| other.window().end() <= lease.window().end());
-        self.ending.insert(at, lease);
-    }
-
-    /// Tells handlers whose lease is about to end to stop, and hands back rows that were not started in time.
+    /// Tells handlers whose lease is about to end to stop, hands back rows that were not started in time, and ends what went on waiting
+    /// until its lease had ended.
     fn enforce_deadlines(&mut self) {
-        let now = now();
-        while self.leases.front().is_some_and(|lease| lease.window().deadline() <= now) {
-            let Some(lease) = self.leases.pop_front() else { break };
-            let running = lease.cancel();
-            if running > 0 {
-                tracing::warn!(running, "handlers reached the end of their lease and were told to stop");
-            }
-            self.cancelled += u64::from(running);
-            self.watch_end(lease);
-        }
+        let running = self.crew.leases().enforce_deadlines(now());
+        self.crew.counters.cancelled.add(running.into());
         self.crew.sweep_expired();
+        self.crew.leases().end_leases(now());
+        if running > 0 {
+            tracing::warn!(running, "handlers reached the end of their lease and were told to stop");
+        }
     }
 
     fn cancel_all(&mut self) {
-        for lease in std::mem::take(&mut self.leases) {
-            self.cancelled += u64::from(lease.cancel());
-            self.watch_end(lease);
-        }
+        let running = self.crew.leases().cancel_all();
+        self.crew.counters.cancelled.add(running.into());
     }
 
     fn state(&self) -> &'static str {
@@ -237,11 +200,8 @@ impl Handler<Dispatch> for DispatchActor {
     type Result = ();
 
     fn handle(&mut self, Dispatch { deliveries }: Dispatch, ctx: &mut Self::Context) {
-        let Some(first) = deliveries.first() else { return };
-        self.rows += deliveries.len() as u64;
-        let lease = Arc::clone(first.lease());
         self.crew.accept(deliveries);
-        self.watch(lease, ctx);
+        self.watch_next(ctx);
         self.keep_round(true, ctx);
     }
 }
@@ -259,9 +219,7 @@ impl Handler<Fetch> for DispatchActor {
     type Result = ();
 
     fn handle(&mut self, _: Fetch, ctx: &mut Self::Context) {
-        self.fetch();
-        let parked = self.crew.retry_parked();
-        self.keep_round(parked, ctx);
+        self.look_round(ctx);
     }
 }
 
@@ -269,8 +227,8 @@ impl Handler<Fence> for DispatchActor {
     type Result = ();
 
     /// What runs goes on: its lease may still be good, and its result is fenced anyway.
-    fn handle(&mut self, _: Fence, _: &mut Self::Context) {
-        self.crew.set_mode(Mode::Held);
+    fn handle(&mut self, _: Fence, ctx: &mut Self::Context) {
+        self.agree(ctx);
     }
 }
 
@@ -278,18 +236,8 @@ impl Handler<Unfence> for DispatchActor {
     type Result = ();
 
     fn handle(&mut self, _: Unfence, ctx: &mut Self::Context) {
-        self.crew.set_mode(Mode::Run);
+        self.agree(ctx);
         self.keep_round(true, ctx);
-    }
-}
-
-impl Handler<Halt> for DispatchActor {
-    type Result = ();
-
-    fn handle(&mut self, _: Halt, _: &mut Self::Context) {
-        self.crew.set_mode(Mode::Draining);
-        self.crew.release_unstarted();
-        self.fetch();
     }
 }
 
@@ -297,25 +245,21 @@ impl Handler<Evicted> for DispatchActor {
     type Result = ();
 
     fn handle(&mut self, _: Evicted, ctx: &mut Self::Context) {
-        self.crew.set_mode(Mode::Dead);
-        self.cancel_all();
-        self.watch_next(ctx);
-        self.crew.forget_unstarted();
-        drop(self.crew.desk().close());
+        self.standing.evict();
+        self.agree(ctx);
     }
 }
 
 impl Handler<Drain> for DispatchActor {
     type Result = ResponseActFuture<Self, Drained>;
 
-    fn handle(&mut self, _: Drain, _: &mut Self::Context) -> Self::Result {
-        let released_before = self.crew.counters.released.get();
-        let finished_before = self.crew.counters.finished();
-        self.crew.set_mode(Mode::Draining);
-        self.crew.release_unstarted();
-        self.fetch();
-        let end = Instant::now() + self.patience;
-        let last_call = end - LAST_CALL.min(self.patience / 10);
+    /// Asked again after a crash, it goes on: with the same deadline, and counting from the same beginning.
+    fn handle(&mut self, _: Drain, ctx: &mut Self::Context) -> Self::Result {
+        let began = self.crew.begin_drain();
+        self.standing.drain();
+        self.agree(ctx);
+        let end = self.crew.drain_end(self.drain_deadline);
+        let last_call = end - LAST_CALL.min(self.drain_deadline / 10);
         let crew = Arc::clone(&self.crew);
         let until_last_call = async move { tokio::time::timeout_at(last_call, crew.idle()).await.is_ok() };
         Box::pin(
@@ -330,32 +274,29 @@ impl Handler<Drain> for DispatchActor {
                     let until_end = async move { tokio::time::timeout_at(end, crew.idle()).await };
                     until_end.into_actor(act)
                 })
-                .map(move |_, act, _| act.drained(released_before, finished_before)),
+                .map(move |_, act, _| act.drained(began)),
         )
     }
 }
 
 impl DispatchActor {
     /// The end of a drain: whoever still runs is abandoned.
-    fn drained(&mut self, released_before: u64, finished_before: u64) -> Drained {
+    fn drained(&mut self, began: DrainBegan) -> Drained {
         self.fetch();
         self.crew.set_mode(Mode::Dead);
         let last = self.crew.desk().close();
+        self.pass_on(last);
         let abandoned = self.crew.in_hand() as u64;
-        if !last.is_empty() {
-            self.results += last.len() as u64;
-            self.settle.do_send(Settle { settlements: last });
-        }
         if abandoned > 0 {
+            self.crew.abort_tasks();
             tracing::error!(
                 abandoned,
                 "handlers did not finish before the drain deadline and were abandoned"
             );
-            self.crew.abort_tasks();
         }
         Drained {
-            released: self.crew.counters.released.get() - released_before,
-            finished: self.crew.counters.finished() - finished_before,
+            released: self.crew.counters.released.get() - began.released,
+            finished: self.crew.counters.finished() - began.finished,
             abandoned,
             ..Drained::default()
         }
@@ -371,15 +312,15 @@ impl Handler<Observe> for DispatchActor {
             "dispatch",
             self.state(),
             [
-                ("rows", self.rows),
+                ("rows", counters.accepted.get()),
                 ("in_hand", self.crew.in_hand() as u64),
-                ("results", self.results),
+                ("results", counters.fetched.get()),
                 ("completed", counters.completed.get()),
                 ("retried", counters.retried.get()),
                 ("dead_lettered", counters.dead_lettered.get()),
                 ("panicked", counters.panicked.get()),
                 ("released", counters.released.get()),
-                ("cancelled_at_deadline", self.cancelled),
+                ("cancelled_at_deadline", counters.cancelled.get()),
                 ("late_results", counters.late.get()),
                 ("late_unstarted", counters.unstarted.get()),
                 ("expired_unstarted", counters.expired.get()),

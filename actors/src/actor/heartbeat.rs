@@ -16,6 +16,7 @@ use crate::message::{Account, AliveLockChanged, BeatNow, Drain, Drained, Evicted
 use crate::options::HeartbeatOptions;
 use crate::policy::beat::BeatCadence;
 use crate::port::{Beat, BeatAnswer, InstanceStore, StoreError};
+use crate::standing::Standing;
 
 use super::{Alarm, Health, backoff};
 
@@ -39,6 +40,8 @@ pub struct HeartbeatParts {
     pub identity: InstanceIdentity,
     /// Whether peers may route work here.
     pub accepts_work: bool,
+    /// What is known about this instance.
+    pub standing: Arc<Standing>,
     /// Learn that the instance is a member.
     pub unfence: Vec<Recipient<Unfence>>,
     /// Learns that this instance was evicted.
@@ -66,7 +69,6 @@ enum Phase {
 }
 
 /// Beats.
-#[expect(clippy::struct_excessive_bools, reason = "each is one fact, independent of the others")]
 pub struct HeartbeatActor {
     parts: HeartbeatParts,
     store: Arc<dyn InstanceStore>,
@@ -74,11 +76,10 @@ pub struct HeartbeatActor {
     alarm: Alarm,
     health: Health,
     phase: Phase,
-    lock: AliveLock,
     busy: bool,
     beat_again: bool,
+    /// A beat of this incarnation was accepted.
     member: bool,
-    evicted: bool,
     draining: Option<oneshot::Sender<bool>>,
     beats: u64,
     accepted: u64,
@@ -102,20 +103,25 @@ impl Actor for HeartbeatActor {
 }
 
 impl HeartbeatActor {
-    /// Looks for the schema as soon as it is started.
+    /// Looks for the schema as soon as it is started. One that comes after another beats at once, as that one may have died of its beat,
+    /// and never when the instance has left or was evicted.
     pub fn new(parts: HeartbeatParts, store: Arc<dyn InstanceStore>) -> Self {
+        let phase = match &parts.standing {
+            _ if !parts.options.enabled => Phase::Disabled,
+            standing if standing.is_evicted() || standing.has_left() => Phase::Over,
+            standing if standing.is_registered() => Phase::Beating,
+            _ => Phase::Schema,
+        };
         Self {
             cadence: BeatCadence::new(&parts.options),
-            phase: if parts.options.enabled { Phase::Schema } else { Phase::Disabled },
+            phase,
             parts,
             store,
             alarm: Alarm::default(),
             health: Health::default(),
-            lock: AliveLock::default(),
             busy: false,
             beat_again: false,
             member: false,
-            evicted: false,
             draining: None,
             beats: 0,
             accepted: 0,
@@ -161,7 +167,7 @@ impl HeartbeatActor {
         self.busy = true;
         self.beat_again = false;
         self.beats += 1;
-        let lock = self.lock;
+        let lock = self.parts.standing.alive_lock();
         let interval = self.cadence.interval(lock);
         let beat = Beat {
             identity: self.parts.identity.clone(),
@@ -183,7 +189,7 @@ impl HeartbeatActor {
             Ok(BeatAnswer::Accepted) => {
                 self.accept();
                 // Resolved anew at every tick: the lock may have changed meanwhile.
-                let next = self.cadence.interval(self.lock).saturating_sub(sent_at.elapsed());
+                let next = self.interval().saturating_sub(sent_at.elapsed());
                 self.again_in(next, ctx);
             }
             Ok(BeatAnswer::Evicted) | Err(StoreError::Evicted(_)) => {
@@ -192,13 +198,18 @@ impl HeartbeatActor {
             }
             Err(error) => {
                 self.wrong(&error, "heartbeat failed");
-                let cap = self.cadence.interval(self.lock);
+                let cap = self.interval();
                 self.again_in(backoff(self.health.in_a_row(), FIRST_PAUSE, cap), ctx);
             }
         }
     }
 
+    fn interval(&self) -> Duration {
+        self.cadence.interval(self.parts.standing.alive_lock())
+    }
+
     fn accept(&mut self) {
+        self.parts.standing.register();
         self.health.well();
         self.accepted += 1;
         if !self.member {
@@ -213,10 +224,12 @@ impl HeartbeatActor {
 
     fn evict(&mut self) {
         self.phase = Phase::Over;
-        self.evicted = true;
-        self.health.wrong(&StoreError::Evicted(self.parts.identity.id));
-        (self.parts.progress)(Err(StoreError::Evicted(self.parts.identity.id).to_string()));
+        self.parts.standing.evict();
+        // Before anything else: a successor has nothing to say of it any more.
         self.parts.evicted.do_send(Evicted(self.parts.identity.id));
+        let evicted = StoreError::Evicted(self.parts.identity.id);
+        self.health.wrong(&evicted);
+        (self.parts.progress)(Err(evicted.to_string()));
     }
 
     fn wrong(&mut self, error: &StoreError, what: &'static str) {
@@ -245,26 +258,30 @@ impl HeartbeatActor {
         }
     }
 
-    /// Leaves the membership, once, when a drain asks for it and there is something to leave.
+    /// Leaves the membership, once, when a drain asks for it and there is something to leave. Asked again, it tries again what has failed.
     fn leave(&mut self, ctx: &mut Context<Self>) {
         let Some(drained) = self.draining.take() else { return };
-        if !self.member || self.evicted {
+        let standing = &self.parts.standing;
+        if !standing.is_registered() || standing.is_evicted() || standing.is_deregistered() {
             // The drain may have run out of patience; then nobody waits for the answer.
-            let _ = drained.send(false);
+            let _ = drained.send(standing.is_deregistered());
             return;
         }
-        self.member = false;
         self.busy = true;
         let store = Arc::clone(&self.store);
         let instance = self.parts.identity.id;
         let left = async move { within(CALL_DEADLINE, store.deregister(instance)).await };
-        ctx.spawn(left.into_actor(self).map(move |answer, act, _| {
+        ctx.spawn(left.into_actor(self).map(move |answer, act, ctx| {
             act.busy = false;
-            if let Err(error) = &answer {
-                act.health.wrong(error);
-                tracing::warn!(%error, "deregistering failed; peers will find this instance gone");
+            match &answer {
+                Ok(()) => act.parts.standing.deregister(),
+                Err(error) => {
+                    act.health.wrong(error);
+                    tracing::warn!(%error, "deregistering failed; peers will find this instance gone");
+                }
             }
             let _ = drained.send(answer.is_ok());
+            act.step(ctx);
         }));
     }
 
@@ -274,7 +291,7 @@ impl HeartbeatActor {
             Phase::Schema => "waiting for the schema",
             Phase::Beating if self.member => "member",
             Phase::Beating => "registering",
-            Phase::Over if self.evicted => "evicted",
+            Phase::Over if self.parts.standing.is_evicted() => "evicted",
             Phase::Over => "stopped",
         }
     }
@@ -303,7 +320,7 @@ impl Handler<AliveLockChanged> for HeartbeatActor {
 
     /// Peers judge by what the last beat declared, so a change that matters is declared at once.
     fn handle(&mut self, AliveLockChanged(lock): AliveLockChanged, ctx: &mut Self::Context) {
-        let before = std::mem::replace(&mut self.lock, lock);
+        let before = self.parts.standing.set_alive_lock(lock);
         if self.cadence.must_declare(before, lock) {
             self.beat_soon(ctx);
         }
@@ -315,24 +332,29 @@ impl Handler<Evicted> for HeartbeatActor {
 
     /// Somebody else was told first.
     fn handle(&mut self, _: Evicted, ctx: &mut Self::Context) {
-        self.evicted = true;
+        self.parts.standing.evict();
         self.phase = Phase::Over;
         self.step(ctx);
     }
 }
 
 impl Handler<Drain> for HeartbeatActor {
-    type Result = ResponseFuture<Drained>;
+    type Result = ResponseActFuture<Self, Drained>;
 
-    /// A beat under way is waited for: it must not register the instance again after it has left.
+    /// A beat under way is waited for: it must not register the instance again after it has left. The answer ends with the actor, so that
+    /// whoever asked learns of its death and asks the next one.
     fn handle(&mut self, _: Drain, ctx: &mut Self::Context) -> Self::Result {
+        self.parts.standing.leave();
         let (drained, left) = oneshot::channel();
         self.draining = Some(drained);
         if self.phase != Phase::Disabled {
             self.phase = Phase::Over;
         }
         self.step(ctx);
-        Box::pin(async move { Drained { deregistered: left.await.unwrap_or(false), ..Drained::default() } })
+        Box::pin(
+            left.into_actor(self)
+                .map(|left, _, _| Drained { deregistered: left.unwrap_or(false), ..Drained::default() }),
+        )
     }
 }
 
@@ -346,8 +368,8 @@ impl Handler<Observe> for HeartbeatActor {
             [
                 ("beats", self.beats),
                 ("accepted", self.accepted),
-                ("interval_seconds", self.cadence.interval(self.lock).as_secs()),
-                ("lock_held", u64::from(self.lock == AliveLock::Held)),
+                ("interval_seconds", self.interval().as_secs()),
+                ("lock_held", u64::from(self.parts.standing.alive_lock() == AliveLock::Held)),
             ],
         );
         MessageResult(account)

@@ -13,12 +13,16 @@
 //! timer. An error is counted, told, and waited out with a growing pause; it never ends a loop. The failures this prevents: ticks that
 //! burst after a stall, two overlapping claims, and a loop that died of one bad answer.
 //!
+//! An actor may die and be made again from the same parts. So nothing that must not be lost is in it: what is known about the instance
+//! stands in its `Standing`, rows and results stand in structures that every incarnation is given. Every `Drain` may be asked for again.
+//!
 //! No actor here names another one. Whom they tell is handed in as a `Recipient` by the tree.
 
 pub mod claim;
 pub mod dispatch;
 pub mod heartbeat;
 pub mod settle;
+pub mod warden;
 
 use std::cell::Cell;
 use std::collections::BTreeMap;

@@ -1,10 +1,11 @@
 //! Settling: writes results in batches, fenced row by row.
 //!
 //! The rule: one flush at a time, oldest first; what cannot be written for now is kept and tried again until its lease has ended; what is
-//! given up is logged and counted. The failures this prevents: a trip per row, results lost in a restart of the database, and one
-//! poisonous row that keeps a whole batch from being written.
+//! given up is logged and counted. The failures this prevents: a trip per row, results lost in a restart of the database or of this
+//! actor, and one poisonous row that keeps a whole batch from being written.
 
-use std::collections::VecDeque;
+mod backlog;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,16 +14,18 @@ use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use tokio::sync::oneshot;
 
-use crate::delivery::Settlement;
 use crate::instance::InstanceId;
 use crate::message::{
     Account, Drain, Drained, Evicted, Fence, Observe, RequestImmediatePoll, Settle, Unfence,
 };
 use crate::options::SettleOptions;
 use crate::policy::coalesce::{CoalesceLimits, Coalescer, Decision};
-use crate::port::{Settled, StoreError, Verdict, WorkStore};
+use crate::port::{Settled, StoreError, WorkStore};
+use crate::standing::Standing;
 
 use super::{Alarm, Health, backoff, now};
+pub use backlog::Backlog;
+use backlog::{Flush, Written};
 
 /// First pause after an error.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -40,6 +43,10 @@ pub struct SettleParts {
     pub options: SettleOptions,
     /// Whose claims are settled.
     pub instance: InstanceId,
+    /// What is known about this instance.
+    pub standing: Arc<Standing>,
+    /// What is not written yet: the same for every incarnation.
+    pub backlog: Arc<Backlog>,
     /// How long a drain may take.
     pub drain_deadline: Duration,
     /// Learns that rows became claimable.
@@ -50,53 +57,43 @@ pub struct SettleParts {
     pub seed: u64,
 }
 
-#[derive(Debug, Default)]
-struct Counters {
-    received: u64,
-    flushes: u64,
-    applied: u64,
-    fenced: u64,
-    unclear: u64,
-    poisoned: u64,
-    lease_ended: u64,
-    discarded: u64,
-}
-
-/// Results that are written together.
-struct Batch {
-    items: Vec<Settlement>,
-    /// An earlier try ended without a known outcome: it may have been written already.
-    unclear: bool,
-}
-
 /// Writes settlements.
 pub struct SettleActor {
     parts: SettleParts,
     store: Arc<dyn WorkStore>,
     coalescer: Coalescer,
-    waiting: VecDeque<Settlement>,
-    /// Batches that must be tried again, before anything newer.
-    again: VecDeque<Batch>,
     rng: SmallRng,
     alarm: Alarm,
     health: Health,
-    counters: Counters,
-    flushing: usize,
-    fenced: bool,
     /// Waiting out an error.
     pausing: bool,
-    over: bool,
     draining: Vec<oneshot::Sender<()>>,
 }
 
 impl std::fmt::Debug for SettleActor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("SettleActor").field("waiting", &self.waiting.len()).finish_non_exhaustive()
+        f.debug_struct("SettleActor")
+            .field("unwritten", &self.parts.backlog.unwritten())
+            .finish_non_exhaustive()
     }
 }
 
 impl Actor for SettleActor {
     type Context = Context<Self>;
+
+    /// What the last incarnation has left is written first.
+    fn started(&mut self, ctx: &mut Self::Context) {
+        let found = self.parts.backlog.take_over();
+        self.coalescer.add(found.waiting, now());
+        for item in &found.deadly {
+            tracing::error!(work = %item.key(), epoch = %item.epoch(), verdict = ?item.verdict(),
+                "writer after writer died while this result was written; it is given up, and the row comes back when its lease ends");
+        }
+        if self.parts.standing.is_evicted() {
+            return self.discard_all(None, &"this instance was evicted");
+        }
+        self.step(ctx);
+    }
 }
 
 impl SettleActor {
@@ -107,29 +104,24 @@ impl SettleActor {
             rng: SmallRng::seed_from_u64(parts.seed),
             parts,
             store,
-            waiting: VecDeque::new(),
-            again: VecDeque::new(),
             alarm: Alarm::default(),
             health: Health::default(),
-            counters: Counters::default(),
-            flushing: 0,
-            fenced: false,
             pausing: false,
-            over: false,
             draining: Vec::new(),
         }
     }
 
     /// Decides what is next, unless a flush is under way.
     fn step(&mut self, ctx: &mut Context<Self>) {
-        if self.flushing > 0 || self.fenced || self.pausing || self.over {
+        let backlog = &self.parts.backlog;
+        if self.pausing || self.parts.standing.is_fenced() || backlog.is_flushing() || backlog.is_closed() {
             return;
         }
-        if let Some(batch) = self.again.pop_front() {
-            return self.flush(batch, ctx);
+        if let Some(flush) = backlog.begin_again() {
+            return self.flush(flush, ctx);
         }
         let decision =
-            if self.draining.is_empty() { self.coalescer.decide(now()) } else { self.coalescer.flush_now() };
+            if backlog.is_draining() { self.coalescer.flush_now() } else { self.coalescer.decide(now()) };
         match decision {
             Decision::Rest => {
                 for drained in self.draining.drain(..) {
@@ -139,8 +131,8 @@ impl SettleActor {
             }
             Decision::Flush(items) => {
                 self.coalescer.taken(items);
-                let items = self.waiting.drain(..items).collect();
-                self.flush(Batch { items, unclear: false }, ctx);
+                let flush = backlog.begin(items);
+                self.flush(flush, ctx);
             }
             Decision::WaitUntil(instant) if !self.alarm.is_set() => {
                 self.set_alarm(instant.saturating_duration_since(now()), ctx);
@@ -157,145 +149,102 @@ impl SettleActor {
         });
     }
 
-    fn flush(&mut self, batch: Batch, ctx: &mut Context<Self>) {
+    fn flush(&mut self, Flush { number, items }: Flush, ctx: &mut Context<Self>) {
         self.alarm.clear(ctx);
-        self.flushing = batch.items.len();
-        self.counters.flushes += 1;
         let store = Arc::clone(&self.store);
         let instance = self.parts.instance;
         let flushed = async move {
-            let items = batch.items.iter().map(Settlement::item).collect();
             let answer = tokio::time::timeout(FLUSH_DEADLINE, store.settle(instance, items)).await;
-            let answer = answer.unwrap_or_else(|_| {
+            answer.unwrap_or_else(|_| {
                 Err(StoreError::Unavailable(format!("no answer within {} s", FLUSH_DEADLINE.as_secs())))
-            });
-            (batch, answer)
+            })
         };
-        ctx.spawn(flushed.into_actor(self).map(|(batch, answer), act, ctx| {
-            act.flushing = 0;
+        ctx.spawn(flushed.into_actor(self).map(move |answer, act, ctx| {
             match answer {
-                Ok(settled) => act.written(batch, &settled),
-                Err(error) => act.failed(batch, &error, ctx),
+                Ok(settled) => act.written(number, &settled),
+                Err(error) => act.failed(number, &error, ctx),
             }
             act.step(ctx);
         }));
     }
 
-    fn written(&mut self, batch: Batch, settled: &Settled) {
+    fn written(&mut self, number: u64, settled: &Settled) {
+        let Some(Written { lost, unclear, frees_work, done }) = self.parts.backlog.written(number, settled)
+        else {
+            return;
+        };
+        drop(done);
         self.health.well();
-        self.counters.applied += settled.applied as u64;
-        if !settled.fenced.is_empty() {
-            self.note_fenced(&batch, settled);
-        }
-        let frees_work = batch.items.iter().any(Settlement::frees_work);
-        drop(batch);
         if frees_work && let Some(wake) = &self.parts.wake {
             wake.do_send(RequestImmediatePoll);
         }
-    }
-
-    /// A fenced release is expected: the failure written just before it has handed the row back already.
-    fn note_fenced(&mut self, batch: &Batch, settled: &Settled) {
-        let lost = settled
-            .fenced
-            .iter()
-            .filter(|key| {
-                batch.items.iter().any(|item| item.key() == **key && *item.verdict() != Verdict::Release)
-            })
-            .count();
-        if lost == 0 {
-            return;
-        }
-        if batch.unclear {
-            self.counters.unclear += lost as u64;
-            tracing::info!(rows = lost, "results tried again were fenced: already written, or lost");
-        } else {
-            self.counters.fenced += lost as u64;
-            tracing::warn!(rows = lost, "results were fenced: these rows belong to a newer claim");
+        match (lost, unclear) {
+            (0, _) => {}
+            (rows, true) => {
+                tracing::info!(rows, "results tried again were fenced: already written, or lost");
+            }
+            (rows, false) => {
+                tracing::warn!(rows, "results were fenced: these rows belong to a newer claim");
+            }
         }
     }
 
-    fn failed(&mut self, mut batch: Batch, error: &StoreError, ctx: &mut Context<Self>) {
-        batch.unclear |= error.outcome_is_unknown();
+    fn failed(&mut self, number: u64, error: &StoreError, ctx: &mut Context<Self>) {
         match error {
             StoreError::Evicted(instance) => {
+                self.parts.standing.evict();
                 self.parts.evicted.do_send(Evicted(*instance));
-                self.again.push_front(batch);
-                self.discard_all(error);
+                self.discard_all(Some(number), error);
             }
-            _ if self.over => {
-                self.again.push_front(batch);
-                self.discard_all(error);
-            }
-            StoreError::Rejected { .. } => self.bisect(batch, error),
-            _ => self.keep(batch, error, ctx),
+            _ if self.parts.backlog.is_closed() => self.discard_all(Some(number), error),
+            StoreError::Rejected { .. } => self.bisect(number, error),
+            _ => self.keep(number, error, ctx),
         }
     }
 
     /// One item is at fault: halve the batch until it stands alone.
-    fn bisect(&mut self, mut batch: Batch, error: &StoreError) {
+    fn bisect(&mut self, number: u64, error: &StoreError) {
+        let poisonous = self.parts.backlog.bisect(number);
         self.health.wrong(error);
-        if batch.items.len() > 1 {
-            let newer = batch.items.split_off(batch.items.len() / 2);
-            self.again.push_front(Batch { items: newer, unclear: batch.unclear });
-            self.again.push_front(batch);
-            return;
-        }
-        for item in batch.items {
-            self.counters.poisoned += 1;
+        if let Some(item) = poisonous {
             tracing::error!(work = %item.key(), epoch = %item.epoch(), verdict = ?item.verdict(), %error,
                 "the database refuses this result; it is given up, and the row comes back when its lease ends");
         }
     }
 
     /// Not written for now: try again, oldest first, until the leases end.
-    fn keep(&mut self, mut batch: Batch, error: &StoreError, ctx: &mut Context<Self>) {
-        if self.health.wrong(error) {
-            tracing::warn!(%error, rows = batch.items.len(), in_a_row = self.health.in_a_row(), "settling failed");
-        }
-        let now = now();
-        let before = batch.items.len();
-        batch.items.retain(|item| !item.window().has_ended(now));
-        let ended = before - batch.items.len();
-        if ended > 0 {
-            self.counters.lease_ended += ended as u64;
-            tracing::error!(rows = ended, %error,
-                "results could not be written before their leases ended; the rows will be run again");
-        }
-        if !batch.items.is_empty() {
-            self.again.push_front(batch);
-        }
+    fn keep(&mut self, number: u64, error: &StoreError, ctx: &mut Context<Self>) {
+        let (rows, ended) = self.parts.backlog.keep(number, error.outcome_is_unknown(), now());
+        let first = self.health.wrong(error);
         let pause = backoff(self.health.in_a_row(), FIRST_PAUSE, MAX_PAUSE);
         let pause = pause.mul_f64(0.8 + 0.4 * self.rng.random::<f64>());
         self.pausing = true;
         self.set_alarm(pause, ctx);
+        if first {
+            tracing::warn!(%error, rows, in_a_row = self.health.in_a_row(), "settling failed");
+        }
+        if !ended.is_empty() {
+            tracing::error!(rows = ended.len(), %error,
+                "results could not be written before their leases ended; the rows will be run again");
+        }
     }
 
     /// Gives everything up: the instance is gone, and nothing may be written under its id.
-    fn discard_all(&mut self, reason: &impl std::fmt::Display) {
-        self.over = true;
-        let rows: usize =
-            self.again.iter().map(|batch| batch.items.len()).sum::<usize>() + self.waiting.len();
-        self.counters.discarded += rows as u64;
-        if rows > 0 {
-            tracing::error!(rows, %reason, "results discarded; the rows will be run again elsewhere");
-        }
-        self.again.clear();
-        self.waiting.clear();
+    fn discard_all(&mut self, failed: Option<u64>, reason: &impl std::fmt::Display) {
+        let discarded = self.parts.backlog.close(failed);
         self.coalescer.taken(self.coalescer.waiting());
         self.draining.clear();
-    }
-
-    fn unwritten(&self) -> usize {
-        self.flushing + self.waiting.len() + self.again.iter().map(|batch| batch.items.len()).sum::<usize>()
+        if !discarded.is_empty() {
+            tracing::error!(rows = discarded.len(), %reason, "results discarded; the rows will be run again elsewhere");
+        }
     }
 
     fn state(&self) -> &'static str {
         match () {
-            () if self.over => "stopped",
-            () if self.fenced => "fenced",
-            () if self.flushing > 0 => "writing",
-            () if self.unwritten() > 0 => "gathering",
+            () if self.parts.backlog.is_closed() => "stopped",
+            () if self.parts.standing.is_fenced() => "fenced",
+            () if self.parts.backlog.is_flushing() => "writing",
+            () if self.parts.backlog.unwritten() > 0 => "gathering",
             () => "idle",
         }
     }
@@ -305,12 +254,13 @@ impl Handler<Settle> for SettleActor {
     type Result = ();
 
     fn handle(&mut self, Settle { settlements }: Settle, ctx: &mut Self::Context) {
-        self.counters.received += settlements.len() as u64;
-        self.coalescer.add(settlements.len(), now());
-        self.waiting.extend(settlements);
-        if self.over {
-            return self.discard_all(&"settling has stopped");
+        let count = settlements.len();
+        // Before anything else: from here on no crash loses them.
+        self.parts.backlog.push(settlements);
+        if self.parts.backlog.is_closed() {
+            return self.discard_all(None, &"settling has stopped");
         }
+        self.coalescer.add(count, now());
         self.step(ctx);
     }
 }
@@ -320,7 +270,6 @@ impl Handler<Fence> for SettleActor {
 
     /// Results are held, not written.
     fn handle(&mut self, _: Fence, ctx: &mut Self::Context) {
-        self.fenced = true;
         self.pausing = false;
         self.alarm.clear(ctx);
     }
@@ -330,7 +279,6 @@ impl Handler<Unfence> for SettleActor {
     type Result = ();
 
     fn handle(&mut self, _: Unfence, ctx: &mut Self::Context) {
-        self.fenced = false;
         self.step(ctx);
     }
 }
@@ -339,31 +287,31 @@ impl Handler<Evicted> for SettleActor {
     type Result = ();
 
     fn handle(&mut self, _: Evicted, ctx: &mut Self::Context) {
+        self.parts.standing.evict();
         self.alarm.clear(ctx);
-        self.discard_all(&"this instance was evicted");
+        self.discard_all(None, &"this instance was evicted");
     }
 }
 
 impl Handler<Drain> for SettleActor {
     type Result = ResponseActFuture<Self, Drained>;
 
-    /// Writes everything, or gives up what cannot be written before the drain deadline.
+    /// Writes everything, or gives up what cannot be written before the drain deadline. Asked again after a crash, it goes on.
     fn handle(&mut self, _: Drain, ctx: &mut Self::Context) -> Self::Result {
-        let applied_before = self.counters.applied;
+        let end = self.parts.backlog.begin_drain(now(), self.parts.drain_deadline);
         let (drained, done) = oneshot::channel();
         self.draining.push(drained);
-        let patience = self.parts.drain_deadline;
-        if self.over {
+        if self.parts.backlog.is_closed() {
             self.draining.clear();
         } else {
             self.step(ctx);
         }
-        let finished = async move { tokio::time::timeout(patience, done).await };
+        let finished = async move { tokio::time::timeout_at(end.into(), done).await };
         Box::pin(finished.into_actor(self).map(move |_, act, ctx| {
-            let unsettled = act.unwritten() as u64;
+            let (settled, unsettled) = act.parts.backlog.end_drain();
             act.alarm.clear(ctx);
-            act.discard_all(&"the drain deadline has passed");
-            Drained { settled: act.counters.applied - applied_before, unsettled, ..Drained::default() }
+            act.discard_all(None, &"the drain deadline has passed");
+            Drained { settled, unsettled, ..Drained::default() }
         }))
     }
 }
@@ -372,7 +320,7 @@ impl Handler<Observe> for SettleActor {
     type Result = MessageResult<Observe>;
 
     fn handle(&mut self, _: Observe, _: &mut Self::Context) -> Self::Result {
-        let counters = &self.counters;
+        let counters = self.parts.backlog.counters();
         let account: Account = self.health.account(
             "settle",
             self.state(),
@@ -385,7 +333,8 @@ impl Handler<Observe> for SettleActor {
                 ("poisoned", counters.poisoned),
                 ("lease_ended", counters.lease_ended),
                 ("discarded", counters.discarded),
-                ("waiting", self.unwritten() as u64),
+                ("deadly", counters.deadly),
+                ("waiting", self.parts.backlog.unwritten() as u64),
             ],
         );
         MessageResult(account)

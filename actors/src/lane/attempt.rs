@@ -61,7 +61,7 @@ impl Attempt {
     pub(crate) fn one(runner: &Arc<dyn Runner>, job: Job, running: Running) -> Self {
         let call = match catch_unwind(AssertUnwindSafe(|| runner.run(job))) {
             Ok(future) => Call::One(future),
-            Err(panic) => Call::Over(Some(Answer::Panicked(panic_text(&*panic)))),
+            Err(panic) => Call::Over(Some(Answer::Panicked(panic_text(panic)))),
         };
         Self { call, rows: Rows::One(running) }
     }
@@ -70,7 +70,7 @@ impl Attempt {
     pub(crate) fn many(runner: &Arc<dyn Runner>, jobs: Vec<Job>, running: Vec<(usize, Running)>) -> Self {
         let call = match catch_unwind(AssertUnwindSafe(|| runner.run_batch(jobs))) {
             Ok(future) => Call::Many(future),
-            Err(panic) => Call::Over(Some(Answer::Panicked(panic_text(&*panic)))),
+            Err(panic) => Call::Over(Some(Answer::Panicked(panic_text(panic)))),
         };
         Self { call, rows: Rows::Many(running) }
     }
@@ -105,11 +105,11 @@ impl Future for Attempt {
         let mut answer = match polled {
             Ok(Poll::Pending) => return Poll::Pending,
             Ok(Poll::Ready(answer)) => answer,
-            Err(panic) => Answer::Panicked(panic_text(&*panic)),
+            Err(panic) => Answer::Panicked(panic_text(panic)),
         };
         let spent = std::mem::replace(&mut self.call, Call::Over(None));
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| drop(spent))) {
-            answer = Answer::Panicked(panic_text(&*panic));
+            answer = Answer::Panicked(panic_text(panic));
         }
         Poll::Ready(answer)
     }
@@ -120,13 +120,28 @@ impl Drop for Attempt {
         let spent = std::mem::replace(&mut self.call, Call::Over(None));
         if !matches!(spent, Call::Over(_)) {
             // Abandoned while running. A panic in its destructors must not reach the runtime.
-            let _ = catch_unwind(AssertUnwindSafe(|| drop(spent)));
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| drop(spent))) {
+                forget(panic);
+            }
         }
     }
 }
 
-/// What a panic said.
-pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> String {
+/// What a panic said. What it carried is user code too.
+fn panic_text(panic: Box<dyn Any + Send>) -> String {
+    let text = text_of(&*panic);
+    forget(panic);
+    text
+}
+
+/// Drops what a panic carried, and lets go of it should that panic again.
+fn forget(panic: Box<dyn Any + Send>) {
+    if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
+        std::mem::forget(again);
+    }
+}
+
+fn text_of(panic: &(dyn Any + Send)) -> String {
     if let Some(text) = panic.downcast_ref::<&str>() {
         format!("handler panicked: {text}")
     } else if let Some(text) = panic.downcast_ref::<String>() {

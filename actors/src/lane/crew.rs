@@ -5,7 +5,8 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
 
 use futures_util::future::AbortHandle;
 use rand::rngs::SmallRng;
@@ -23,6 +24,7 @@ use crate::runner::{Failure, Runner};
 use crate::work::{Category, FailureReason};
 
 use super::desk::Desk;
+use super::lease_book::LeaseBook;
 use super::yard::Yard;
 
 /// What the crew may do.
@@ -84,6 +86,12 @@ pub(crate) struct Counters {
     /// Ended with their lease.
     pub(crate) aborted: Counter,
     pub(crate) overlapping: Counter,
+    /// Rows taken in hand to be run.
+    pub(crate) accepted: Counter,
+    /// Results passed on.
+    pub(crate) fetched: Counter,
+    /// Handlers told to stop.
+    pub(crate) cancelled: Counter,
 }
 
 impl Counters {
@@ -92,6 +100,16 @@ impl Counters {
         self.completed.get() + self.retried.get() + self.dead_lettered.get()
     }
 }
+
+/// What had become of rows when a drain began.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DrainBegan {
+    pub(crate) released: u64,
+    pub(crate) finished: u64,
+}
+
+/// Who runs rows of a category, and how many in one call.
+type Hand = (Arc<dyn Runner>, usize);
 
 /// What a crew is made of.
 pub(crate) struct CrewParts {
@@ -104,10 +122,10 @@ pub(crate) struct CrewParts {
     pub(crate) seed: u64,
 }
 
-/// Runs rows on the handler runtime.
+/// Runs rows on the handler runtime. Made once: it goes on while the actor in front of it is replaced.
 pub(crate) struct Crew {
     instance: InstanceId,
-    runners: [Option<Arc<dyn Runner>>; 4],
+    runners: [Option<Hand>; 4],
     handlers: Handle,
     pub(super) threads: usize,
     retry: RetryPolicy,
@@ -118,15 +136,21 @@ pub(crate) struct Crew {
     pub(super) in_hand: AtomicUsize,
     idle: Notify,
     desk: Desk,
+    leases: LeaseBook,
+    drain_began: OnceLock<DrainBegan>,
+    drain_end: OnceLock<Instant>,
     tasks: Mutex<HashMap<u64, AbortHandle>>,
     pub(crate) counters: Counters,
 }
 
 impl Crew {
+    /// Asks the runners how much they take, here and never again: user code that panics while rows are accepted would leave lanes behind
+    /// that nobody runs.
     pub(crate) fn new(parts: CrewParts) -> Arc<Self> {
         let mut runners = [const { None }; 4];
         for (category, runner) in parts.runners {
-            runners[category as usize] = Some(runner);
+            let limit = runner.max_batch().max(1);
+            runners[category as usize] = Some((runner, limit));
         }
         Arc::new(Self {
             instance: parts.instance,
@@ -141,6 +165,9 @@ impl Crew {
             in_hand: AtomicUsize::new(0),
             idle: Notify::new(),
             desk: Desk::default(),
+            leases: LeaseBook::default(),
+            drain_began: OnceLock::new(),
+            drain_end: OnceLock::new(),
             tasks: Mutex::default(),
             counters: Counters::default(),
         })
@@ -151,7 +178,11 @@ impl Crew {
     }
 
     pub(crate) fn runner(&self, category: Category) -> Option<&Arc<dyn Runner>> {
-        self.runners[category as usize].as_ref()
+        self.runners[category as usize].as_ref().map(|(runner, _)| runner)
+    }
+
+    pub(super) fn batch_limit(&self, category: Category) -> usize {
+        self.runners[category as usize].as_ref().map_or(1, |(_, limit)| *limit)
     }
 
     pub(crate) fn handlers(&self) -> &Handle {
@@ -160,6 +191,23 @@ impl Crew {
 
     pub(crate) fn desk(&self) -> &Desk {
         &self.desk
+    }
+
+    pub(crate) fn leases(&self) -> &LeaseBook {
+        &self.leases
+    }
+
+    /// A drain begins, or goes on under another lead. To be called before anything is done for it.
+    pub(crate) fn begin_drain(&self) -> DrainBegan {
+        *self.drain_began.get_or_init(|| DrainBegan {
+            released: self.counters.released.get(),
+            finished: self.counters.finished(),
+        })
+    }
+
+    /// When the drain has to end, counted from when this was asked first.
+    pub(crate) fn drain_end(&self, patience: Duration) -> Instant {
+        *self.drain_end.get_or_init(|| Instant::now() + patience)
     }
 
     pub(crate) fn tasks(&self) -> &Mutex<HashMap<u64, AbortHandle>> {

@@ -3,7 +3,7 @@
 //! The rule: whoever finishes a row puts its settlement here and rings; the dispatching actor fetches everything at once. The failures
 //! this prevents: one message per row, and a result that waits behind a handler that blocks its thread.
 
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 
 use crate::delivery::Settlement;
 use crate::lock;
@@ -15,22 +15,26 @@ const FULL_TRAY: usize = 64;
 #[derive(Default)]
 pub(crate) struct Desk {
     tray: Mutex<Tray>,
-    bell: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
+
+type Bell = Arc<dyn Fn() + Send + Sync>;
 
 #[derive(Default)]
 struct Tray {
     settlements: Vec<Settlement>,
+    bell: Option<Bell>,
     rung: bool,
     closed: bool,
     discarded: u64,
 }
 
 impl Desk {
-    /// What to do when there is something to fetch. Set once.
+    /// What to do from now on when there is something to fetch. Whoever sets it must fetch once: what was rung for before may have been
+    /// heard by nobody.
     pub(crate) fn set_bell(&self, bell: impl Fn() + Send + Sync + 'static) {
-        // A second bell can only come from a second actor on the same crew; the first one keeps it.
-        let _ = self.bell.set(Box::new(bell));
+        let bell: Bell = Arc::new(bell);
+        let silent = lock(&self.tray).bell.replace(bell);
+        drop(silent);
     }
 
     /// Puts one settlement down. Rings when the tray is full.
@@ -70,14 +74,15 @@ impl Desk {
 
     /// Asks for a fetch, once until it happens.
     pub(crate) fn ring(&self) {
-        {
+        let bell = {
             let mut tray = lock(&self.tray);
             if tray.rung || tray.settlements.is_empty() {
                 return;
             }
             tray.rung = true;
-        }
-        if let Some(bell) = self.bell.get() {
+            tray.bell.clone()
+        };
+        if let Some(bell) = bell {
             bell();
         }
     }

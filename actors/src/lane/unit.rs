@@ -50,8 +50,17 @@ impl Unit {
         Self { crew: Arc::clone(crew), category, body: Body::Single(lane), out: 0 }
     }
 
-    pub(crate) fn packed(crew: &Arc<Crew>, category: Category, lanes: Vec<Lane>, limit: usize) -> Self {
-        Self { crew: Arc::clone(crew), category, body: Body::Packed(lanes, limit), out: 0 }
+    /// For whole lanes, up to `limit` rows in one call. Starts without any.
+    pub(crate) fn packed(crew: &Arc<Crew>, category: Category, limit: usize) -> Self {
+        Self { crew: Arc::clone(crew), category, body: Body::Packed(Vec::new(), limit), out: 0 }
+    }
+
+    /// Takes one more lane into a pack.
+    pub(crate) fn add(&mut self, lane: Lane) {
+        match &mut self.body {
+            Body::Packed(lanes, _) => lanes.push(lane),
+            Body::Single(_) => unreachable!("a single unit has its lane"),
+        }
     }
 
     pub(crate) fn crew(&self) -> &Arc<Crew> {
@@ -119,11 +128,11 @@ impl Unit {
         }
         drop(attempt);
         self.crew.counters.aborted.add(started as u64);
+        self.crew.done(started);
         tracing::error!(
             rows = started,
             "a handler ignored its cancellation until its lease had ended and was aborted; its rows will be run again"
         );
-        self.crew.done(started);
     }
 
     /// Hands back every row that was not started.

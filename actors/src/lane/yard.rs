@@ -11,9 +11,10 @@ use std::sync::atomic::Ordering;
 
 use crate::delivery::Delivery;
 use crate::lock;
-use crate::work::{Category, OrderKey};
+use crate::work::OrderKey;
 
 use super::crew::{Crew, Mode};
+use super::fresh::Fresh;
 use super::lane_rows::{Lane, SharedRows};
 use super::unit::Unit;
 use super::worker;
@@ -21,7 +22,7 @@ use super::worker;
 /// Everything that was not started, and who is looking for it.
 #[derive(Default)]
 pub(super) struct Yard {
-    queue: VecDeque<Unit>,
+    pub(super) queue: VecDeque<Unit>,
     lanes: HashMap<OrderKey, ActiveLane>,
     /// Unordered rows whose older claim is still running here.
     parked: Vec<Delivery>,
@@ -40,8 +41,11 @@ struct ActiveLane {
 }
 
 impl Crew {
-    /// Takes rows in hand and starts them.
+    /// Takes rows in hand and starts them. They share one lease, which is watched before any of them can start.
     pub(crate) fn accept(self: &Arc<Self>, deliveries: Vec<Delivery>) {
+        let Some(first) = deliveries.first() else { return };
+        self.leases().enter(Arc::clone(first.lease()));
+        self.counters.accepted.add(deliveries.len() as u64);
         self.in_hand.fetch_add(deliveries.len(), Ordering::AcqRel);
         match self.mode() {
             Mode::Run | Mode::Held => self.enqueue(deliveries),
@@ -57,90 +61,57 @@ impl Crew {
     }
 
     fn enqueue(self: &Arc<Self>, deliveries: Vec<Delivery>) {
-        let mut fresh: Vec<(Category, Lane)> = Vec::with_capacity(deliveries.len());
+        let mut fresh = Fresh::new(self, deliveries.len());
         {
             let mut yard = lock(&self.yard);
             yard.batches += 1;
             let batch = yard.batches;
             for delivery in deliveries {
-                let category = delivery.work().key.category;
-                let Some(key) = delivery.order_key() else {
-                    if delivery.came_while_held() && self.in_flight.overlaps(&delivery.work().key) {
-                        self.counters.overlapping.add(1);
-                        yard.parked.push(delivery);
-                    } else {
-                        fresh.push((category, Lane::unordered(delivery)));
-                    }
-                    continue;
-                };
-                match yard.lanes.entry(key) {
-                    Entry::Vacant(entry) => {
-                        let rows = SharedRows::default();
-                        rows.push(delivery);
-                        fresh.push((category, Lane::ordered(entry.key().clone(), &rows)));
-                        entry.insert(ActiveLane { batch, rows, waiting: VecDeque::new() });
-                    }
-                    Entry::Occupied(entry) if entry.get().batch == batch => {
-                        entry.get().rows.push(delivery);
-                    }
-                    Entry::Occupied(mut entry) => {
-                        self.counters.overlapping.add(1);
-                        entry.get_mut().waiting.push_back(delivery);
-                    }
-                }
+                self.place(delivery, batch, &mut yard, &mut fresh);
+                fresh.unplaced -= 1;
             }
         }
-        self.queue(fresh);
+        fresh.queue();
     }
 
-    /// Makes units of lanes and puts them into the queue.
-    fn queue(self: &Arc<Self>, lanes: Vec<(Category, Lane)>) {
-        let mut units = Vec::with_capacity(lanes.len());
-        let mut packs: [Vec<Lane>; 4] = Default::default();
-        for (category, lane) in lanes {
-            match self.batch_limit(category) {
-                1 => units.push(Unit::single(self, category, lane)),
-                _ => packs[category as usize].push(lane),
+    /// Gives a row its place: in a lane of this batch, behind an older one, or aside.
+    pub(super) fn place(&self, delivery: Delivery, batch: u64, yard: &mut Yard, fresh: &mut Fresh<'_>) {
+        let category = delivery.work().key.category;
+        let Some(key) = delivery.order_key() else {
+            if delivery.came_while_held() && self.in_flight.overlaps(&delivery.work().key) {
+                self.counters.overlapping.add(1);
+                yard.parked.push(delivery);
+            } else {
+                fresh.push(category, Lane::unordered(delivery));
+            }
+            return;
+        };
+        match yard.lanes.entry(key) {
+            Entry::Vacant(entry) => {
+                let rows = SharedRows::default();
+                rows.push(delivery);
+                fresh.push(category, Lane::ordered(entry.key().clone(), &rows));
+                entry.insert(ActiveLane { batch, rows, waiting: VecDeque::new() });
+            }
+            Entry::Occupied(entry) if entry.get().batch == batch => {
+                entry.get().rows.push(delivery);
+            }
+            Entry::Occupied(mut entry) => {
+                self.counters.overlapping.add(1);
+                entry.get_mut().waiting.push_back(delivery);
             }
         }
-        for (category, lanes) in Category::ALL.into_iter().zip(packs) {
-            self.pack(category, lanes, &mut units);
-        }
-        lock(&self.yard).queue.extend(units);
-        self.serve_queue();
     }
 
     /// Does with the queue what the mode asks for. Called after every push, so that nothing is left behind by a mode that changed
     /// meanwhile.
-    fn serve_queue(self: &Arc<Self>) {
+    pub(super) fn serve_queue(self: &Arc<Self>) {
         match self.mode() {
             Mode::Run => self.hire(),
             Mode::Held => {}
             Mode::Draining => self.release_unstarted(),
             Mode::Dead => self.forget_unstarted(),
         }
-    }
-
-    /// Packs whole lanes together until a batch is full. A lane longer than a batch goes alone, batch after batch.
-    fn pack(self: &Arc<Self>, category: Category, lanes: Vec<Lane>, units: &mut Vec<Unit>) {
-        let limit = self.batch_limit(category);
-        let mut pack: Vec<Lane> = Vec::new();
-        let mut rows = 0;
-        for lane in lanes {
-            if rows > 0 && rows + lane.rows.len() > limit {
-                units.push(Unit::packed(self, category, std::mem::take(&mut pack), limit));
-                rows = 0;
-            }
-            rows += lane.rows.len();
-            pack.push(lane);
-        }
-        if !pack.is_empty() {
-            units.push(Unit::packed(self, category, pack, limit));
-        }
-    }
-
-    fn batch_limit(&self, category: Category) -> usize {
-        self.runner(category).map_or(1, |runner| runner.max_batch().max(1))
     }
 
     /// Sends for as many workers as there is work and threads for.
@@ -199,7 +170,7 @@ impl Crew {
         };
         let category = key.category;
         match self.mode() {
-            Mode::Run | Mode::Held => self.queue(vec![(category, Lane::ordered(key, &rows))]),
+            Mode::Run | Mode::Held => Fresh::of(self, category, Lane::ordered(key, &rows)).queue(),
             Mode::Draining => {
                 lock(&self.yard).lanes.remove(&key);
                 self.release(rows.take());
@@ -222,8 +193,12 @@ impl Crew {
             (free, !yard.parked.is_empty())
         };
         if !free.is_empty() {
-            let lane = |row: Delivery| (row.work().key.category, Lane::unordered(row));
-            self.queue(free.into_iter().map(lane).collect());
+            let mut fresh = Fresh::new(self, free.len());
+            for row in free {
+                fresh.push(row.work().key.category, Lane::unordered(row));
+                fresh.unplaced -= 1;
+            }
+            fresh.queue();
         }
         waits
     }

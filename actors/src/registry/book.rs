@@ -1,8 +1,8 @@
 //! What everybody may know of a tree: who is in it, where each child stands, and what has happened.
 
 use std::any::{Any, TypeId, type_name};
-use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -30,11 +30,14 @@ pub(super) struct Core {
     records: Mutex<BTreeMap<u64, Known>>,
     next: AtomicU64,
     events: broadcast::Sender<SupervisorEvent>,
+    listeners: Mutex<HashSet<Recipient<SupervisorEvent>>>,
     totals: Mutex<Totals>,
     /// How the tree ended.
     pub(super) ended: watch::Sender<Option<Result<(), GaveUp>>>,
     /// Stops the root.
     root: Mutex<Option<oneshot::Sender<Duration>>>,
+    /// Nobody owns the tree any more, although an actor may still hold it.
+    orphaned: AtomicBool,
 }
 
 /// Who can be found.
@@ -63,9 +66,11 @@ impl Core {
             records: Mutex::default(),
             next: AtomicU64::new(1),
             events: broadcast::channel(EVENTS).0,
+            listeners: Mutex::default(),
             totals: Mutex::default(),
             ended: watch::Sender::new(None),
             root: Mutex::default(),
+            orphaned: AtomicBool::default(),
         })
     }
 
@@ -149,9 +154,33 @@ impl Core {
     pub(super) fn end(&self, exit: Exit) {
         let end = match exit {
             Exit::GaveUp(gave_up) => Err(*gave_up),
+            Exit::NotStarted(_) => Ok(()),
+            exit if exit.is_failure() => Err(GaveUp { child: self.name.clone(), restarts: 0, exit }),
             _ => Ok(()),
         };
         self.ended.send_replace(Some(end));
+        if self.orphaned.load(Ordering::SeqCst) {
+            self.host.stop();
+        }
+    }
+
+    /// The host has ended under the tree.
+    pub(super) fn lost(&self) {
+        for Known { info, .. } in lock(&self.records).values_mut() {
+            if !matches!(info.state, ChildState::Finished | ChildState::Failed) {
+                (info.state, info.last_exit) = (ChildState::Failed, Some(Exit::ThreadGone));
+            }
+        }
+        self.end(Exit::ThreadGone);
+    }
+
+    /// The last owner is gone: the tree stops, and its host with it.
+    pub(super) fn orphan(&self) {
+        self.orphaned.store(true, Ordering::SeqCst);
+        self.stop_root();
+        if self.ended.borrow().is_some() {
+            self.host.stop();
+        }
     }
 
     pub(super) fn open_group(&self, name: &Name, news: mpsc::UnboundedSender<News>, children: Inherited) {
@@ -211,7 +240,9 @@ impl Core {
     }
 
     pub(super) fn health(&self) -> Health {
-        let well = |info: &ChildInfo| matches!(info.state, ChildState::Ready | ChildState::Finished);
+        let well = |info: &ChildInfo| {
+            info.is_group || matches!(info.state, ChildState::Ready | ChildState::Finished)
+        };
         Health { troubles: self.children().into_iter().filter(|child| !well(child)).collect() }
     }
 
@@ -275,6 +306,15 @@ impl Core {
 
     pub(super) fn events(&self) -> broadcast::Receiver<SupervisorEvent> {
         self.events.subscribe()
+    }
+
+    /// Notes a listener. Returns whether it is a new one.
+    pub(super) fn listen(&self, listener: &Recipient<SupervisorEvent>) -> bool {
+        lock(&self.listeners).insert(listener.clone())
+    }
+
+    pub(super) fn unlisten(&self, listener: &Recipient<SupervisorEvent>) {
+        lock(&self.listeners).remove(listener);
     }
 
     pub(super) fn totals(&self) -> Totals {

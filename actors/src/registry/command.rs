@@ -38,9 +38,11 @@ impl Supervisor {
                 let Some(at) = self.at(&name) else { return };
                 let slot = &mut self.members.slots[at];
                 slot.place.wanted = false;
-                slot.removal = Some(answer);
-                if !slot.place.is_running() {
-                    self.stopped(at, Exit::Shutdown);
+                slot.removal.push(answer);
+                match slot.place.stage {
+                    Stage::Over => self.remove(at),
+                    Stage::Down => self.stopped(at, Exit::Shutdown),
+                    Stage::Starting | Stage::Up | Stage::Stopping => {}
                 }
             }
             Command::Restart { name, answer } => {
@@ -49,7 +51,7 @@ impl Supervisor {
                 if slot.place.stage != Stage::Over {
                     slot.place.recycle = slot.place.is_running();
                     slot.place.due = None;
-                    slot.start_asked = Some(answer);
+                    slot.start_asked.push(answer);
                     self.recycle_dependents(at, None);
                 }
             }
@@ -70,6 +72,7 @@ pub(super) fn slot_of(
     asked: oneshot::Sender<Result<(), StartFailed>>,
 ) -> Box<Slot> {
     let mut slot = Slot::new(child, node);
-    slot.start_asked = Some(asked);
+    slot.newborn = true;
+    slot.start_asked.push(asked);
     Box::new(slot)
 }

@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::{GaveUp, StartFailed};
 
@@ -50,6 +51,18 @@ impl fmt::Display for Exit {
             Self::GaveUp(gave_up) => write!(f, "{gave_up}"),
         }
     }
+}
+
+/// Runs what may panic. If it does: what the panic said.
+pub(super) fn caught<T>(run: impl FnOnce() -> T) -> Result<T, String> {
+    catch_unwind(AssertUnwindSafe(run)).map_err(|panic| {
+        let text = panic_text(&*panic);
+        // What was thrown may panic itself when it is dropped; what that throws is not looked at any more.
+        if let Err(worse) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
+            std::mem::forget(worse);
+        }
+        text
+    })
 }
 
 /// What a panic said.

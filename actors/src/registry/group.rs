@@ -16,7 +16,8 @@ use super::slot::Slot;
 use super::spec::Progress;
 use super::supervisor::{News, Supervisor};
 use super::{
-    Backoff, Exit, GaveUp, Host, Intensity, Name, Placement, Registry, Restart, Spec, StartFailed, Strategy,
+    Backoff, ChildState, Exit, GaveUp, Host, Intensity, Name, Placement, Registry, Restart, Spec,
+    StartFailed, Strategy,
 };
 
 type LastWords = Arc<dyn Fn(GaveUp) -> BoxFuture<'static, ()> + Send + Sync>;
@@ -303,18 +304,27 @@ async fn start_root(
     let (sender, mut news) = mpsc::unbounded_channel();
     let (done, doing) = oneshot::channel();
     let of_task = Arc::clone(core);
+    let lookout = Lookout(Some(Arc::clone(core)));
     core.host.spawn(async move {
-        let core = of_task;
+        let (core, mut lookout) = (of_task, lookout);
         let run = root.begin(&core, Report::new(sender, child, 1), Some(deadline));
+        core.note_life(child, 1, run.progress);
         core.put_root(run.stop);
         let mut done = Some(done);
         let exit = loop {
-            match news.recv().await {
+            let heard = tokio::select! {
+                heard = news.recv() => heard,
+                () = abandoned(&mut done) => {
+                    core.stop_root();
+                    continue;
+                }
+            };
+            match heard {
                 Some(News::Ready { .. }) => {
+                    core.note(child, |info| info.state = ChildState::Ready);
                     if let Some(done) = done.take()
                         && done.send(Ok(())).is_err()
                     {
-                        // Whoever asked is gone: nobody will ever stop it.
                         core.stop_root();
                     }
                 }
@@ -324,6 +334,12 @@ async fn start_root(
             }
         };
         root.close(&core);
+        core.note(child, |info| {
+            let failed = exit.is_failure();
+            info.state = if failed { ChildState::Failed } else { ChildState::Stopped };
+            info.last_exit = failed.then(|| exit.clone());
+        });
+        lookout.0 = None;
         let failed = match &exit {
             Exit::NotStarted(failed) => (**failed).clone(),
             _ => StartFailed::Ended(core.name.clone()),
@@ -335,6 +351,27 @@ async fn start_root(
         }
     });
     doing.await.unwrap_or_else(|_| Err(StartFailed::Ended(core.name.clone())))
+}
+
+/// Sees to it that nobody waits for ever for the end of a tree whose host ends under it.
+struct Lookout(Option<Arc<Core>>);
+
+impl Drop for Lookout {
+    fn drop(&mut self) {
+        if let Some(core) = &self.0 {
+            tracing::error!(group = &*core.name, "the thread of the supervisors ended under a running tree");
+            core.lost();
+        }
+    }
+}
+
+/// Resolves when whoever waits for a start is gone: nobody would ever stop what it started.
+async fn abandoned(done: &mut Option<oneshot::Sender<Result<(), StartFailed>>>) {
+    match done {
+        Some(waiting) => waiting.closed().await,
+        None => std::future::pending().await,
+    }
+    *done = None;
 }
 
 /// A group as a child.

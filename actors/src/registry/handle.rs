@@ -31,7 +31,7 @@ struct Life(Arc<Core>);
 
 impl Drop for Life {
     fn drop(&mut self) {
-        self.0.stop_root();
+        self.0.orphan();
     }
 }
 
@@ -102,9 +102,13 @@ impl Registry {
         self.core.events()
     }
 
-    /// Sends every event from now on to this recipient, until it is closed. A stable address of a child hears on after its restarts.
+    /// Sends every event from now on to this recipient, until it is closed. Asking again changes nothing, so an actor may do it at every
+    /// start: with its stable address it hears each event once.
     pub fn subscribe(&self, listener: Recipient<SupervisorEvent>) {
-        let mut events = self.core.events();
+        if !self.core.listen(&listener) {
+            return;
+        }
+        let (mut events, core) = (self.core.events(), Arc::downgrade(&self.core));
         self.core.host.spawn(async move {
             loop {
                 match events.recv().await {
@@ -112,8 +116,11 @@ impl Registry {
                     Err(broadcast::error::RecvError::Lagged(lost)) => {
                         tracing::warn!(lost, "a listener for supervisor events was too slow");
                     }
-                    Ok(_) | Err(broadcast::error::RecvError::Closed) => return,
+                    Ok(_) | Err(broadcast::error::RecvError::Closed) => break,
                 }
+            }
+            if let Some(core) = core.upgrade() {
+                core.unlisten(&listener);
             }
         });
     }
@@ -132,8 +139,9 @@ impl Registry {
         let Some((news, from)) = self.core.group(group) else {
             return Err(StartFailed::NoSuchGroup(group.into()));
         };
-        let child = enter_actor(&self.core, &group.into(), &node, entries, &from)?;
-        self.put(&news, child, Box::new(node)).await
+        let group = group.into();
+        let child = enter_actor(&self.core, &group, &node, entries, &from)?;
+        self.put(&news, group, child, Box::new(node)).await
     }
 
     /// Adds a whole group to a running group and waits until it is ready.
@@ -145,24 +153,25 @@ impl Registry {
         let Some((news, from)) = self.core.group(parent) else {
             return Err(StartFailed::NoSuchGroup(parent.into()));
         };
-        let (child, node) = group.enter_below(&self.core, &parent.into(), from)?;
-        self.put(&news, child, Box::new(node)).await
+        let parent = parent.into();
+        let (child, node) = group.enter_below(&self.core, &parent, from)?;
+        self.put(&news, parent, child, Box::new(node)).await
     }
 
     async fn put(
         &self,
         news: &tokio::sync::mpsc::UnboundedSender<News>,
+        group: Name,
         child: u64,
         node: Box<dyn Node>,
     ) -> Result<(), StartFailed> {
-        let name = node.name().clone();
         let (asked, answer) = oneshot::channel();
         if let Err(refused) = news.send(News::Command(Command::Add { slot: slot_of(child, node, asked) }))
             && let News::Command(Command::Add { slot }) = refused.0
         {
             slot.forget(&self.core);
         }
-        answer.await.unwrap_or(Err(StartFailed::Ended(name)))
+        answer.await.unwrap_or(Err(StartFailed::NoSuchGroup(group)))
     }
 
     /// Stops a child, or a group with all its children, and forgets it. Its addresses are closed; those who wait for an answer get an

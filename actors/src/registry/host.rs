@@ -5,13 +5,14 @@
 //! under one kind of runtime, actors that die with a thread, and threads that outlive their owner.
 
 use std::io;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 
 use actix::{Arbiter, System};
 use actix_rt::ArbiterHandle;
 use tokio::sync::{oneshot, watch};
 
+use super::child::Report;
 use super::lock;
 use super::threads::{Seat, Threads};
 
@@ -84,14 +85,14 @@ impl Host {
     }
 
     /// A seat for one incarnation. Must be called on the main thread. `child` tells apart who has a thread of its own.
-    pub(super) fn seat(&self, placement: Placement, child: u64) -> io::Result<Seat> {
+    pub(super) fn seat(&self, placement: Placement, child: u64, report: &Arc<Report>) -> io::Result<Seat> {
         match &self.own {
-            Some(own) if placement != Placement::Current => own.threads.seat(placement, child),
+            Some(own) if placement != Placement::Current => own.threads.seat(placement, child, report),
             _ => Ok(Seat::fixed(self.main.clone())),
         }
     }
 
-    /// Gives up a thread that is blocked. The next seat of its placement is on another one.
+    /// Gives up a thread that is blocked, and all who live there. The next seat of its placement is on another one.
     pub(super) fn abandon(&self, seat: &Seat) {
         if let Some(own) = &self.own {
             own.threads.abandon(seat);
@@ -102,6 +103,13 @@ impl Host {
     pub(super) fn release_own(&self, child: u64) {
         if let Some(own) = &self.own {
             own.threads.release_own(child);
+        }
+    }
+
+    /// Tells the threads to end and does not wait for them.
+    pub(super) fn stop(&self) {
+        if let Some(own) = &self.own {
+            own.system.stop();
         }
     }
 
@@ -124,9 +132,7 @@ impl Host {
 
 impl Drop for Host {
     fn drop(&mut self) {
-        if let Some(own) = &self.own {
-            own.system.stop();
-        }
+        self.stop();
     }
 }
 

@@ -3,19 +3,19 @@
 //! The rule: the registry owns the receiving half; only the incarnation whose generation the slot names may read. The failures this
 //! prevents: messages lost with the actor that died before them, and a stuck incarnation that wakes up and takes its successor's messages.
 
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::task::{Context as TaskContext, Poll, Waker};
+use std::task::{Context as TaskContext, Poll, Wake, Waker};
 
 use actix::dev::channel::{AddressReceiver, channel};
 use actix::dev::{Envelope, EnvelopeProxy};
 use actix::prelude::*;
-use futures_util::future::BoxFuture;
+use futures_util::Stream;
 use futures_util::task::AtomicWaker;
-use futures_util::{FutureExt, Stream};
 
 use super::child::Report;
+use super::exit::caught;
 use super::lock;
 
 /// Messages in a row before the other actors of the thread get their turn.
@@ -61,8 +61,11 @@ impl<A: Actor> Mailbox<A> {
         let mut cx = TaskContext::from_waker(Waker::noop());
         let mut undelivered = 0;
         while let Poll::Ready(Some(message)) = Pin::new(&mut queue).poll_next(&mut cx) {
-            drop(message);
             undelivered += 1;
+            // The code of a user runs here, and whoever closes has more to do.
+            if let Err(panic) = caught(|| drop(message)) {
+                tracing::error!(panic, "an undelivered message panicked while it was dropped");
+            }
         }
         undelivered
     }
@@ -120,7 +123,22 @@ pub(super) struct Pump<A: Actor> {
     pulse: Arc<Pulse>,
     /// Told at the first poll, which comes when every wait of `started()` is over.
     ready: Option<Arc<Report>>,
-    pause: Option<BoxFuture<'static, ()>>,
+    resting: bool,
+    rest: Arc<Rest>,
+}
+
+/// A pause that ends only when the thread has had a look at its timers, however often the actor is polled meanwhile.
+#[derive(Debug, Default)]
+struct Rest {
+    over: AtomicBool,
+    pump: AtomicWaker,
+}
+
+impl Wake for Rest {
+    fn wake(self: Arc<Self>) {
+        self.over.store(true, Ordering::Release);
+        self.pump.wake();
+    }
 }
 
 impl<A: Actor> Pump<A> {
@@ -130,15 +148,27 @@ impl<A: Actor> Pump<A> {
         pulse: Arc<Pulse>,
         ready: Option<Arc<Report>>,
     ) -> Self {
-        Self { mailbox, generation, pulse, ready, pause: None }
+        Self { mailbox, generation, pulse, ready, resting: false, rest: Arc::default() }
     }
 
     /// Lets the rest of the thread run: timers and neighbours would starve behind a flood.
-    fn step_aside(&mut self, cx: &mut TaskContext<'_>) {
-        let pause = self.pause.insert(Box::pin(tokio::task::yield_now()));
-        if pause.poll_unpin(cx).is_ready() {
-            cx.waker().wake_by_ref();
+    fn step_aside(&mut self, cx: &TaskContext<'_>) {
+        self.resting = true;
+        self.rest.over.store(false, Ordering::Relaxed);
+        self.rest.pump.register(cx.waker());
+        let waker = Waker::from(Arc::clone(&self.rest));
+        // The first poll of this future leaves the waker with the runtime, which wakes it after its next look at the timers.
+        if pin!(tokio::task::yield_now()).poll(&mut TaskContext::from_waker(&waker)).is_ready() {
+            waker.wake();
         }
+    }
+
+    fn is_resting(&mut self, cx: &TaskContext<'_>) -> bool {
+        if self.resting {
+            self.rest.pump.register(cx.waker());
+            self.resting = !self.rest.over.load(Ordering::Acquire);
+        }
+        self.resting
     }
 }
 
@@ -160,9 +190,8 @@ impl<A: Actor<Context = Context<A>>> ActorFuture<A> for Pump<A> {
         if let Some(ready) = this.ready.take() {
             ready.ready();
         }
-        if let Some(pause) = &mut this.pause {
-            std::task::ready!(pause.poll_unpin(cx));
-            this.pause = None;
+        if this.is_resting(cx) {
+            return Poll::Pending;
         }
         for _ in 0..BURST {
             // An actor that waits for a future of its own, or stops, hears nothing.

@@ -42,7 +42,7 @@ impl Place {
     }
 
     /// It runs, shall not, and was not told so yet.
-    fn must_stop(&self) -> bool {
+    pub(super) fn must_stop(&self) -> bool {
         matches!(self.stage, Stage::Starting | Stage::Up) && (!self.wanted || self.recycle)
     }
 

@@ -17,6 +17,38 @@ use super::{ChildState, EventKind, Exit, Name, StartFailed};
 /// What a child that was ended may take beyond its time to stop until its thread counts as blocked.
 const LAST_GRACE: Duration = Duration::from_millis(250);
 
+/// A moment at which a life is given up.
+#[derive(Clone, Copy, Debug)]
+struct Limit {
+    at: Instant,
+    /// So long before it the thread is asked for a sign of life, to know then whether it is blocked.
+    last_call: Duration,
+    asked: bool,
+}
+
+impl Limit {
+    fn new(at: Option<Instant>, last_call: Duration) -> Option<Self> {
+        at.map(|at| Self { at, last_call, asked: false })
+    }
+
+    /// When it has to be looked at again.
+    fn next(&self) -> Instant {
+        if self.asked { self.at } else { self.at.checked_sub(self.last_call).unwrap_or(self.at) }
+    }
+
+    /// Whether the thread has to be asked now. One that was asked too late, or an answer that may have been held up because the whole
+    /// process was, puts the limit off.
+    fn must_ask(&mut self, now: Instant) -> bool {
+        let overslept = now.saturating_duration_since(self.at) > self.last_call;
+        let ask = self.next() <= now && (!self.asked || overslept);
+        if ask {
+            self.asked = true;
+            self.at = self.at.max(now + self.last_call);
+        }
+        ask
+    }
+}
+
 /// Probes per liveness limit. A single late one is no proof: the whole process may have been stopped.
 const PROBES: u32 = 4;
 
@@ -30,14 +62,16 @@ pub(super) struct Slot {
     generation: u64,
     run: Option<Run>,
     /// When it counts as not ready, or as stuck in its stop.
-    limit: Option<Instant>,
+    limit: Option<Limit>,
     /// The signs of life of its thread when it was last asked for one outside the watch.
     pongs: u64,
     watch: Option<Watch>,
+    /// It was added to a running group and was never ready. If it fails now, it was not added.
+    pub(super) newborn: bool,
     /// Who asked for it to be started.
-    pub(super) start_asked: Option<oneshot::Sender<Result<(), StartFailed>>>,
+    pub(super) start_asked: Vec<oneshot::Sender<Result<(), StartFailed>>>,
     /// Who asked for it to be removed.
-    pub(super) removal: Option<oneshot::Sender<u64>>,
+    pub(super) removal: Vec<oneshot::Sender<u64>>,
 }
 
 /// The watch over an incarnation.
@@ -48,14 +82,6 @@ struct Watch {
     beats: u64,
     pongs: u64,
     misses: u32,
-}
-
-/// What the clock says of a child.
-pub(super) enum Alarm {
-    /// Nothing to do.
-    None,
-    /// It was not ready in time, or did not stop, or does not serve its mailbox.
-    Lost(Exit),
 }
 
 impl Slot {
@@ -70,8 +96,9 @@ impl Slot {
             limit: None,
             pongs: 0,
             watch: None,
-            start_asked: None,
-            removal: None,
+            newborn: false,
+            start_asked: Vec::new(),
+            removal: Vec::new(),
         }
     }
 
@@ -101,7 +128,11 @@ impl Slot {
         self.generation += 1;
         self.place.stage = Stage::Starting;
         self.place.due = None;
-        self.limit = self.node.settings().ready_within.and_then(|limit| Instant::now().checked_add(limit));
+        self.limit = self
+            .node
+            .settings()
+            .ready_within
+            .and_then(|limit| Limit::new(Instant::now().checked_add(limit), limit / PROBES));
         let run = self.node.launch(Launch {
             host: &core.host,
             core,
@@ -112,7 +143,6 @@ impl Slot {
         });
         core.note_life(self.child, self.generation, run.progress.clone());
         self.run = Some(run);
-        self.ping();
         self.tell(core, EventKind::Started);
     }
 
@@ -141,9 +171,17 @@ impl Slot {
         }
         core.note(self.child, |info| info.state = ChildState::Ready);
         self.tell(core, EventKind::Ready);
-        if let Some(asked) = self.start_asked.take() {
+        self.newborn = false;
+        if !self.place.recycle {
+            self.answer_start(&Ok(()));
+        }
+    }
+
+    /// Tells whoever asked for it to be started what became of that.
+    pub(super) fn answer_start(&mut self, answer: &Result<(), StartFailed>) {
+        for asked in self.start_asked.drain(..) {
             // Whoever asked may be gone.
-            let _ = asked.send(Ok(()));
+            let _ = asked.send(answer.clone());
         }
     }
 
@@ -160,9 +198,9 @@ impl Slot {
             let _ = stop.send(within);
         }
         if run.vital.is_some() {
-            self.limit = (Instant::now() + within).checked_add(LAST_GRACE);
+            let at = Instant::now().checked_add(within).and_then(|at| at.checked_add(LAST_GRACE));
+            self.limit = Limit::new(at, LAST_GRACE);
         }
-        self.ping();
     }
 
     /// Asks its thread for a sign of life.
@@ -177,23 +215,26 @@ impl Slot {
     pub(super) fn next(&self) -> Option<Instant> {
         let due = self.place.due.filter(|_| self.place.stage == Stage::Down && self.place.wanted);
         let probe = self.watch.as_ref().map(|watch| watch.next);
-        [due.map(Instant::from_std), self.limit, probe].into_iter().flatten().min()
+        [due.map(Instant::from_std), self.limit.as_ref().map(Limit::next), probe].into_iter().flatten().min()
     }
 
-    /// Looks at the clock.
-    pub(super) fn alarm(&mut self, core: &Core, now: Instant) -> Alarm {
-        if self.limit.is_some_and(|limit| limit <= now) {
+    /// Looks at the clock. `Some`: it was not ready in time, or did not stop, or does not serve its mailbox.
+    pub(super) fn alarm(&mut self, core: &Core, now: Instant) -> Option<Exit> {
+        // A pause is over once. The child may still have to wait for others, and the clock is not to be looked at for ever meanwhile.
+        self.place.due.take_if(|due| *due <= now.into_std());
+        if self.limit.as_mut().is_some_and(|limit| limit.must_ask(now)) {
+            self.ping();
+        }
+        if self.limit.is_some_and(|limit| limit.asked && limit.at <= now) {
             let exit = match (self.place.stage, &self.run) {
                 (Stage::Starting, Some(run)) => Exit::NotReady(run.progress.last_problem()),
                 _ => Exit::Stuck,
             };
             self.bypass(core);
-            return Alarm::Lost(exit);
+            return Some(exit);
         }
-        let Some((pulse, seat)) = self.run.as_ref().and_then(|run| run.vital.as_ref()) else {
-            return Alarm::None;
-        };
-        let Some(watch) = self.watch.as_mut().filter(|watch| watch.next <= now) else { return Alarm::None };
+        let (pulse, seat) = self.run.as_ref()?.vital.as_ref()?;
+        let watch = self.watch.as_mut().filter(|watch| watch.next <= now)?;
         if pulse.beats() == watch.beats {
             watch.misses += 1;
         } else {
@@ -203,11 +244,11 @@ impl Slot {
             watch.next = now + watch.every;
             pulse.probe();
             seat.ping();
-            return Alarm::None;
+            return None;
         }
         self.tell(core, EventKind::Unresponsive);
         self.bypass(core);
-        Alarm::Lost(Exit::Stuck)
+        Some(Exit::Stuck)
     }
 
     /// Lets no message through to this life any more, and its thread go if that is blocked.
@@ -223,6 +264,8 @@ impl Slot {
 
     /// Its life is over: dropping the run ends whatever is left of it.
     pub(super) fn gone(&mut self) {
+        // It may be on a thread that is blocked, and wake up before the next life begins.
+        self.node.fence();
         self.run = None;
         self.limit = None;
         self.watch = None;

@@ -210,7 +210,8 @@ impl<A: Actor<Context = Context<A>>> Spec<A> {
     }
 
     /// How long it may take to stop, counted from `stopping()`, which may answer `Running::Continue` to finish something and call
-    /// `ctx.stop()` again. Default: 5 s. After that it is ended without being asked; zero: at once.
+    /// `ctx.stop()` again. Default: 5 s. After that it is dropped without being asked, and its `stopped()` does not run; zero: at once,
+    /// unless it agrees to stop.
     #[must_use]
     pub fn stop_within(mut self, limit: Duration) -> Self {
         self.settings.stop_within = limit;

@@ -4,9 +4,11 @@
 //! another may need it. A group inside a group is a child like any other. The failures this prevents: a supervisor that hangs with the
 //! child it is starting, siblings that pay for one that loops, and a group that is left half stopped.
 
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use tokio::sync::{mpsc, oneshot};
@@ -15,10 +17,11 @@ use tokio::time::{Instant, sleep_until};
 use super::book::Core;
 use super::child::Report;
 use super::command::Command;
+use super::exit::{caught, panic_text};
 use super::members::{Cell, Members};
 use super::order::{Place, Stage, to_start, to_stop};
 use super::restart::Verdict;
-use super::slot::{Alarm, Slot};
+use super::slot::Slot;
 use super::{ChildState, EventKind, Exit, GaveUp, Name, StartFailed, Strategy, lock};
 
 /// What a supervisor hears.
@@ -105,6 +108,7 @@ impl Supervisor {
                 Next::Time => self.look_at_the_clock(),
             }
         };
+        self.leave_no_question_open();
         let Self { cell, members, core, news, report, .. } = self;
         core.close_group(&members.name);
         *lock(&cell) = Some(members);
@@ -131,14 +135,16 @@ impl Supervisor {
     fn act(&mut self) {
         let running = self.is_running();
         let Members { slots, policy, .. } = &mut self.members;
+        let wave = self.phase == Phase::Starting || policy.strategy != Strategy::OneForOne;
+        // Children that are restarted or removed one by one do not wait for each other.
+        let ordered = policy.ordered && (wave || !running);
         let places: Vec<Place> = slots.iter().map(|slot| slot.place).collect();
-        for at in to_stop(&places, policy.ordered) {
+        for at in to_stop(&places, ordered) {
             slots[at].stop(&self.core);
         }
-        let wave = self.phase == Phase::Starting || policy.strategy != Strategy::OneForOne;
         if running {
             let places: Vec<Place> = slots.iter().map(|slot| slot.place).collect();
-            for at in to_start(&places, Instant::now().into_std(), policy.ordered, wave) {
+            for at in to_start(&places, Instant::now().into_std(), ordered, wave) {
                 slots[at].launch(&self.core, &self.sender, policy);
             }
         }
@@ -158,10 +164,13 @@ impl Supervisor {
         }
     }
 
+    /// Everybody stops. The first reason counts.
     fn end(&mut self, exit: Exit) {
-        if !matches!(self.phase, Phase::Ending(_)) {
-            self.phase = Phase::Ending(exit);
-        }
+        let exit = match &self.phase {
+            Phase::Ending(first) | Phase::LastWords(first) => first.clone(),
+            Phase::Starting | Phase::Running => exit,
+        };
+        self.phase = Phase::Ending(exit);
         self.members.slots.iter_mut().for_each(|slot| slot.place.wanted = false);
     }
 
@@ -178,12 +187,7 @@ impl Supervisor {
                 }
             }
             News::Command(command) => self.obey(command),
-            News::LastWordsSaid => {
-                if let Phase::LastWords(exit) = &self.phase {
-                    let exit = exit.clone();
-                    self.end(exit);
-                }
-            }
+            News::LastWordsSaid => self.end(Exit::Shutdown),
         }
     }
 
@@ -210,8 +214,12 @@ impl Supervisor {
         {
             return self.too_late(limit);
         }
-        for at in 0..self.members.slots.len() {
-            if let Alarm::Lost(exit) = self.members.slots[at].alarm(&self.core, now) {
+        let core = &self.core;
+        let alarm = |slot: &mut Slot| slot.alarm(core, now).map(|exit| (slot.child, exit));
+        let lost: Vec<(u64, Exit)> = self.members.slots.iter_mut().filter_map(alarm).collect();
+        for (child, exit) in lost {
+            // One that was lost before it may have been removed, and everybody moved up.
+            if let Some(at) = self.members.slots.iter().position(|slot| slot.child == child) {
                 self.ended(at, exit);
             }
         }
@@ -228,27 +236,27 @@ impl Supervisor {
     /// A life has ended, or is given up.
     fn ended(&mut self, at: usize, exit: Exit) {
         let slot = &mut self.members.slots[at];
-        let asked = slot.place.stage == Stage::Stopping;
+        let asked = slot.place.stage == Stage::Stopping || slot.place.must_stop();
         slot.gone();
         if asked || matches!(self.phase, Phase::Ending(_) | Phase::LastWords(_)) {
             return self.stopped(at, exit);
         }
         slot.tell(&self.core, EventKind::Exited { exit: exit.clone() });
         self.core.note(slot.child, |info| info.last_exit = Some(exit.clone()));
-        if self.phase == Phase::Starting {
+        let comes_back = slot.node.settings().restart.applies(&exit);
+        if exit.is_failure() || comes_back {
             let failed = start_failed(slot.name(), &exit);
-            return self.end(Exit::NotStarted(Box::new(failed)));
-        }
-        if let Some(asked) = slot.start_asked.take() {
-            // Whoever asked may be gone.
-            let _ = asked.send(Err(start_failed(slot.name(), &exit)));
-            if slot.generation() == 1 {
-                // It never ran: it was not added.
+            if self.phase == Phase::Starting && !slot.newborn {
+                self.core.note(slot.child, |info| info.state = ChildState::Failed);
+                return self.end(Exit::NotStarted(Box::new(failed)));
+            }
+            slot.answer_start(&Err(failed));
+            if slot.newborn {
                 self.remove(at);
                 return;
             }
         }
-        if !slot.node.settings().restart.applies(&exit) {
+        if !comes_back {
             return self.finished(at, &exit);
         }
         let lot = self.rng.random_range(-1.0..=1.0);
@@ -272,18 +280,35 @@ impl Supervisor {
             slot.tell(&self.core, EventKind::Exited { exit });
         }
         slot.tell(&self.core, EventKind::Stopped);
-        if let Some(removal) = slot.removal.take() {
-            // Whoever asked may be gone.
-            let _ = removal.send(self.remove(at));
+        if !slot.removal.is_empty() {
+            self.remove(at);
         }
     }
 
-    /// Lets a child go for good, and its name with it. Returns how many messages were never delivered.
-    fn remove(&mut self, at: usize) -> u64 {
+    /// Lets a child go for good, and its name with it.
+    pub(super) fn remove(&mut self, at: usize) {
         let mut slot = self.members.slots.remove(at);
-        let undelivered = slot.close(&self.core, ChildState::Stopped);
+        let over = slot.place.stage == Stage::Over;
+        let undelivered = if over { 0 } else { slot.close(&self.core, ChildState::Stopped) };
         slot.forget(&self.core);
-        undelivered
+        slot.answer_start(&Err(StartFailed::NoSuchChild(slot.name().clone())));
+        for removal in slot.removal.drain(..) {
+            // Whoever asked may be gone.
+            let _ = removal.send(undelivered);
+        }
+        // With it goes what its factory holds.
+        if let Err(panic) = caught(|| drop(slot)) {
+            tracing::error!(panic, "a factory panicked while it was dropped");
+        }
+    }
+
+    /// The group has stopped: who was not ready yet was not added, and nobody waits for a start any more.
+    fn leave_no_question_open(&mut self) {
+        while let Some(at) = self.members.slots.iter().position(|slot| slot.newborn) {
+            self.members.slots[at].answer_start(&Err(StartFailed::NoSuchGroup(self.members.name.clone())));
+            self.remove(at);
+        }
+        self.members.slots.iter_mut().for_each(|slot| slot.start_asked.clear());
     }
 
     /// It has ended and is not to come back; the others go on.
@@ -293,6 +318,8 @@ impl Supervisor {
         if exit.is_failure() {
             tracing::error!(child = &**slot.name(), cause = %exit, "this child has failed and is not to be restarted");
         }
+        slot.newborn = false;
+        slot.answer_start(&Ok(()));
         slot.close(&self.core, state);
     }
 
@@ -338,11 +365,14 @@ impl Supervisor {
             "this child died too often: its group stops");
         let gave_up = GaveUp { child: slot.name().clone(), restarts, exit };
         let exit = Exit::GaveUp(Box::new(gave_up.clone()));
-        let Some(last_words) = &self.members.policy.last_words else { return self.end(exit) };
-        let (said, last_words) = (self.sender.clone(), last_words(gave_up));
+        let Some(last_words) = self.members.policy.last_words.clone() else { return self.end(exit) };
+        let (said, group) = (self.sender.clone(), self.members.name.clone());
         self.phase = Phase::LastWords(exit);
         self.core.host.spawn(async move {
-            last_words.await;
+            let words = AssertUnwindSafe(async move { last_words(gave_up).await });
+            if let Err(panic) = words.catch_unwind().await {
+                tracing::error!(group = &*group, panic = panic_text(&*panic), "the last words panicked");
+            }
             // The group may have been stopped meanwhile.
             let _ = said.send(News::LastWordsSaid);
         });

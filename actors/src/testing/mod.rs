@@ -3,6 +3,7 @@
 //! The rule: nothing here sleeps for real or opens a socket; everything runs on one thread in virtual time. The failure this prevents:
 //! tests of cadences that take minutes and fail on a busy machine.
 
+mod crash;
 mod fake;
 mod fake_direct;
 mod fake_peers;
@@ -10,10 +11,11 @@ mod probe;
 mod rig;
 mod table;
 
+pub use crash::Crash;
 pub use fake::{Call, FakeStore, Op, Reply};
 pub use fake_direct::{DirectOp, FakeDirect};
 pub use fake_peers::{FakeDeathWatch, FakeSweep};
-pub use probe::{Probe, runner};
+pub use probe::{ProbeActor, TestProbe, runner};
 pub use rig::{ClaimRig, DispatchRig, HeartbeatRig, SettleRig, deliver, engine_parts, identity};
 pub use table::{Row, claimed};
 

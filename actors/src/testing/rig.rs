@@ -7,18 +7,23 @@ use actix::prelude::*;
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 
+use super::crash::end;
 use super::fake::FakeStore;
-use super::probe::Probe;
+use super::probe::TestProbe;
 use crate::actor::claim::{ClaimActor, ClaimParts};
 use crate::actor::dispatch::{DispatchActor, DispatchParts};
 use crate::actor::heartbeat::{HeartbeatActor, HeartbeatParts};
 use crate::actor::settle::{SettleActor, SettleParts};
 use crate::delivery::{Delivery, InFlight, Lease};
 use crate::instance::{InstanceId, InstanceIdentity};
-use crate::message::{BeatNow, Dispatch, Evicted, HandBack, RequestImmediatePoll, Settle, Unfence};
+use crate::lane::{Crew, CrewParts};
+use crate::message::{BeatNow, Dispatch, Evicted, Fence, HandBack, RequestImmediatePoll, Settle, Unfence};
 use crate::options::Options;
 use crate::policy::lease::LeaseWindow;
+use crate::policy::retry::RetryPolicy;
+use crate::registry::Group;
 use crate::runner::Runner;
+use crate::standing::Standing;
 use crate::tree::EngineParts;
 use crate::work::{Category, ClaimedWork};
 
@@ -45,6 +50,7 @@ pub fn engine_parts(
         instances: Arc::clone(store) as _,
         runners,
         handlers: Handle::current(),
+        users: Group::new("users").contained(),
         start_deadline: Duration::from_secs(10),
     }
 }
@@ -80,16 +86,20 @@ pub struct ClaimRig {
     pub permits: Arc<Semaphore>,
     /// What it holds.
     pub in_flight: Arc<InFlight>,
+    /// What is known about the instance.
+    pub standing: Arc<Standing>,
     /// What it wants run.
-    pub dispatch: Probe<Dispatch>,
+    pub dispatch: TestProbe<Dispatch>,
     /// What it hands back.
-    pub hand_back: Probe<HandBack>,
+    pub hand_back: TestProbe<HandBack>,
     /// Its calls for a beat.
-    pub beat_now: Probe<BeatNow>,
+    pub beat_now: TestProbe<BeatNow>,
     /// Its reports of eviction.
-    pub evicted: Probe<Evicted>,
+    pub evicted: TestProbe<Evicted>,
     /// Who it is.
     pub instance: InstanceId,
+    parts: ClaimParts,
+    store: Arc<FakeStore>,
 }
 
 impl ClaimRig {
@@ -97,8 +107,9 @@ impl ClaimRig {
     pub fn start(options: Options, store: &Arc<FakeStore>) -> Self {
         let permits = Arc::new(Semaphore::new(options.dispatch.max_in_flight as usize));
         let in_flight: Arc<InFlight> = Arc::default();
-        let (dispatch, hand_back) = (Probe::start(), Probe::start());
-        let (beat_now, evicted) = (Probe::start(), Probe::start());
+        let standing: Arc<Standing> = Arc::default();
+        let (dispatch, hand_back) = (TestProbe::start(), TestProbe::start());
+        let (beat_now, evicted) = (TestProbe::start(), TestProbe::start());
         let instance = InstanceId::fresh();
         let parts = ClaimParts {
             options,
@@ -106,21 +117,53 @@ impl ClaimRig {
             categories: Category::ALL.into(),
             permits: Arc::clone(&permits),
             in_flight: Arc::clone(&in_flight),
+            standing: Arc::clone(&standing),
             dispatch: dispatch.recipient(),
             hand_back: hand_back.recipient(),
             beat_now: beat_now.recipient(),
             evicted: evicted.recipient(),
             seed: 7,
         };
-        let addr = ClaimActor::new(parts, Arc::clone(store) as _).start();
-        Self { addr, permits, in_flight, dispatch, hand_back, beat_now, evicted, instance }
+        let store = Arc::clone(store);
+        let addr = ClaimActor::new(parts.clone(), Arc::clone(&store) as _).start();
+        Self {
+            addr,
+            permits,
+            in_flight,
+            standing,
+            dispatch,
+            hand_back,
+            beat_now,
+            evicted,
+            instance,
+            parts,
+            store,
+        }
     }
 
     /// Starts one as after the first accepted heartbeat.
     pub fn start_open(options: Options, store: &Arc<FakeStore>) -> Self {
         let rig = Self::start(options, store);
-        rig.addr.do_send(Unfence);
+        rig.unfence();
         rig
+    }
+
+    /// Fences it, as the tree does.
+    pub fn fence(&self) {
+        self.standing.fence();
+        self.addr.do_send(Fence);
+    }
+
+    /// Opens it, as the tree does.
+    pub fn unfence(&self) {
+        self.standing.unfence();
+        self.addr.do_send(Unfence);
+    }
+
+    /// Ends this incarnation where it stands and starts the next.
+    pub async fn restart(&mut self) {
+        end(&self.addr).await;
+        self.addr = ClaimActor::new(self.parts.clone(), Arc::clone(&self.store) as _).start();
     }
 }
 
@@ -129,29 +172,56 @@ impl ClaimRig {
 pub struct SettleRig {
     /// The actor.
     pub addr: Addr<SettleActor>,
+    /// What is known about the instance.
+    pub standing: Arc<Standing>,
     /// Its wakes.
-    pub wake: Probe<RequestImmediatePoll>,
+    pub wake: TestProbe<RequestImmediatePoll>,
     /// Its reports of eviction.
-    pub evicted: Probe<Evicted>,
+    pub evicted: TestProbe<Evicted>,
     /// Who it is.
     pub instance: InstanceId,
+    parts: SettleParts,
+    store: Arc<FakeStore>,
 }
 
 impl SettleRig {
-    /// Starts one.
+    /// Starts one as after the first accepted heartbeat.
     pub fn start(options: &Options, store: &Arc<FakeStore>) -> Self {
-        let (wake, evicted) = (Probe::start(), Probe::start());
+        let (wake, evicted) = (TestProbe::start(), TestProbe::start());
         let instance = InstanceId::fresh();
+        let standing: Arc<Standing> = Arc::default();
+        standing.unfence();
         let parts = SettleParts {
             options: options.settle.clone(),
             instance,
+            standing: Arc::clone(&standing),
+            backlog: Arc::default(),
             drain_deadline: Duration::from_secs(options.dispatch.drain_deadline_seconds.into()),
             wake: Some(wake.recipient()),
             evicted: evicted.recipient(),
             seed: 7,
         };
-        let addr = SettleActor::new(parts, Arc::clone(store) as _).start();
-        Self { addr, wake, evicted, instance }
+        let store = Arc::clone(store);
+        let addr = SettleActor::new(parts.clone(), Arc::clone(&store) as _).start();
+        Self { addr, standing, wake, evicted, instance, parts, store }
+    }
+
+    /// Fences it, as the tree does.
+    pub fn fence(&self) {
+        self.standing.fence();
+        self.addr.do_send(Fence);
+    }
+
+    /// Opens it, as the tree does.
+    pub fn unfence(&self) {
+        self.standing.unfence();
+        self.addr.do_send(Unfence);
+    }
+
+    /// Ends this incarnation where it stands and starts the next.
+    pub async fn restart(&mut self) {
+        end(&self.addr).await;
+        self.addr = SettleActor::new(self.parts.clone(), Arc::clone(&self.store) as _).start();
     }
 }
 
@@ -160,30 +230,43 @@ impl SettleRig {
 pub struct DispatchRig {
     /// The actor.
     pub addr: Addr<DispatchActor>,
+    /// What is known about the instance.
+    pub standing: Arc<Standing>,
     /// Its results.
-    pub settle: Probe<Settle>,
+    pub settle: TestProbe<Settle>,
     /// The permits of its rows.
     pub permits: Arc<Semaphore>,
     /// What is held.
     pub in_flight: Arc<InFlight>,
+    parts: DispatchParts,
 }
 
 impl DispatchRig {
-    /// Starts one whose handlers run on the current runtime.
+    /// Starts one as after the first accepted heartbeat, whose handlers run on the current runtime.
     pub fn start(options: &Options, runners: Vec<(Category, Arc<dyn Runner>)>) -> Self {
-        let settle = Probe::start();
+        let settle = TestProbe::start();
         let in_flight: Arc<InFlight> = Arc::default();
-        let parts = DispatchParts {
-            options: options.dispatch.clone(),
+        let standing: Arc<Standing> = Arc::default();
+        standing.unfence();
+        let handlers = Handle::current();
+        let crew = Crew::new(CrewParts {
             instance: InstanceId::fresh(),
             runners,
-            handlers: Handle::current(),
+            threads: handlers.metrics().num_workers(),
+            handlers,
+            retry: RetryPolicy::new(&options.dispatch),
             in_flight: Arc::clone(&in_flight),
-            settle: settle.recipient(),
             seed: 7,
+        });
+        let parts = DispatchParts {
+            crew,
+            standing: Arc::clone(&standing),
+            settle: settle.recipient(),
+            drain_deadline: Duration::from_secs(options.dispatch.drain_deadline_seconds.into()),
         };
         let permits = Arc::new(Semaphore::new(options.dispatch.max_in_flight as usize));
-        Self { addr: DispatchActor::new(parts).start(), settle, permits, in_flight }
+        let addr = DispatchActor::new(parts.clone()).start();
+        Self { addr, standing, settle, permits, in_flight, parts }
     }
 
     /// Has these rows run under a lease of 300 s with 30 s of grace.
@@ -196,6 +279,29 @@ impl DispatchRig {
         let deliveries = deliver(works, &self.permits, &self.in_flight, lease, lease / 10);
         self.addr.do_send(Dispatch { deliveries });
     }
+
+    /// Fences it, as the tree does.
+    pub fn fence(&self) {
+        self.standing.fence();
+        self.addr.do_send(Fence);
+    }
+
+    /// Opens it, as the tree does.
+    pub fn unfence(&self) {
+        self.standing.unfence();
+        self.addr.do_send(Unfence);
+    }
+
+    /// Ends this incarnation where it stands.
+    pub async fn end(&self) {
+        end(&self.addr).await;
+    }
+
+    /// Ends this incarnation where it stands and starts the next.
+    pub async fn restart(&mut self) {
+        self.end().await;
+        self.addr = DispatchActor::new(self.parts.clone()).start();
+    }
 }
 
 /// A heartbeat actor.
@@ -203,28 +309,52 @@ impl DispatchRig {
 pub struct HeartbeatRig {
     /// The actor.
     pub addr: Addr<HeartbeatActor>,
+    /// What is known about the instance.
+    pub standing: Arc<Standing>,
     /// Its news of membership.
-    pub unfence: Probe<Unfence>,
+    pub unfence: TestProbe<Unfence>,
     /// Its reports of eviction.
-    pub evicted: Probe<Evicted>,
+    pub evicted: TestProbe<Evicted>,
     /// Who it is.
     pub identity: InstanceIdentity,
+    options: Options,
+    store: Arc<FakeStore>,
 }
 
 impl HeartbeatRig {
     /// Starts one.
     pub fn start(options: &Options, store: &Arc<FakeStore>) -> Self {
-        let (unfence, evicted) = (Probe::start(), Probe::start());
-        let identity = identity();
-        let parts = HeartbeatParts {
-            options: options.heartbeat.clone(),
-            identity: identity.clone(),
-            accepts_work: true,
-            unfence: vec![unfence.recipient()],
-            evicted: evicted.recipient(),
-            progress: Box::new(|_| {}),
-        };
-        let addr = HeartbeatActor::new(parts, Arc::clone(store) as _).start();
-        Self { addr, unfence, evicted, identity }
+        let (unfence, evicted) = (TestProbe::start(), TestProbe::start());
+        let (identity, standing, options) = (identity(), Arc::default(), options.clone());
+        let store = Arc::clone(store);
+        let parts = heartbeat_parts(&options, &identity, &standing, &unfence, &evicted);
+        let addr = HeartbeatActor::new(parts, Arc::clone(&store) as _).start();
+        Self { addr, standing, unfence, evicted, identity, options, store }
+    }
+
+    /// Ends this incarnation where it stands and starts the next.
+    pub async fn restart(&mut self) {
+        end(&self.addr).await;
+        let parts =
+            heartbeat_parts(&self.options, &self.identity, &self.standing, &self.unfence, &self.evicted);
+        self.addr = HeartbeatActor::new(parts, Arc::clone(&self.store) as _).start();
+    }
+}
+
+fn heartbeat_parts(
+    options: &Options,
+    identity: &InstanceIdentity,
+    standing: &Arc<Standing>,
+    unfence: &TestProbe<Unfence>,
+    evicted: &TestProbe<Evicted>,
+) -> HeartbeatParts {
+    HeartbeatParts {
+        options: options.heartbeat.clone(),
+        identity: identity.clone(),
+        accepts_work: true,
+        standing: Arc::clone(standing),
+        unfence: vec![unfence.recipient()],
+        evicted: evicted.recipient(),
+        progress: Box::new(|_| {}),
     }
 }

@@ -3,7 +3,6 @@
 //! The rule: all addresses exist before any actor runs, and each actor is given only the recipients it needs. The failure this prevents:
 //! an actor that can reach everyone, and a start order that depends on who knows whom.
 
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -12,82 +11,36 @@ use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 use uuid::Uuid;
 
-use super::{EngineParts, Readiness};
+use super::EngineParts;
+use super::drain::Drainer;
 use crate::actor::claim::{ClaimActor, ClaimParts};
 use crate::actor::dispatch::{DispatchActor, DispatchParts};
 use crate::actor::heartbeat::{HeartbeatActor, HeartbeatParts};
-use crate::actor::settle::{SettleActor, SettleParts};
+use crate::actor::settle::{Backlog, SettleActor, SettleParts};
+use crate::actor::warden::{CatchUp, Told, WardenActor};
 use crate::delivery::InFlight;
 use crate::instance::{InstanceId, InstanceIdentity};
+use crate::lane::{Crew, CrewParts};
 use crate::message::{
     AliveLockChanged, BeatNow, Evicted, Fence, GateChanged, Pause, RequestImmediatePoll, Resume, Settle,
     Unfence,
 };
 use crate::options::Options;
+use crate::policy::retry::RetryPolicy;
 use crate::port::{InstanceStore, WorkStore};
-use crate::registry::{Group, Placement, Spec};
+use crate::registry::{GaveUp, Group, Placement, Spec};
 use crate::runner::Runner;
+use crate::standing::Standing;
 use crate::work::Category;
 
-/// Where news about the whole instance goes: it tells everyone concerned.
-#[derive(Debug)]
-struct WardenActor {
-    readiness: Arc<Readiness>,
-    fence: Vec<Recipient<Fence>>,
-    unfence: Vec<Recipient<Unfence>>,
-    evicted: Vec<Recipient<Evicted>>,
-    /// Everyone is told once, also during a drain and after the end of an actor.
-    told_evicted: bool,
-}
-
-impl Actor for WardenActor {
-    type Context = Context<Self>;
-}
-
-/// Answered when everything that was sent to the warden before has been seen to.
-#[derive(Message)]
-#[rtype(result = "()")]
-pub(super) struct CatchUp;
-
-impl Handler<CatchUp> for WardenActor {
-    type Result = ();
-
-    fn handle(&mut self, _: CatchUp, _: &mut Self::Context) {}
-}
-
-impl Handler<Fence> for WardenActor {
-    type Result = ();
-
-    fn handle(&mut self, fence: Fence, _: &mut Self::Context) {
-        self.readiness.member.store(false, Ordering::Release);
-        self.fence.iter().for_each(|recipient| recipient.do_send(fence));
-    }
-}
-
-impl Handler<Unfence> for WardenActor {
-    type Result = ();
-
-    fn handle(&mut self, unfence: Unfence, _: &mut Self::Context) {
-        self.readiness.member.store(true, Ordering::Release);
-        self.unfence.iter().for_each(|recipient| recipient.do_send(unfence));
-    }
-}
-
-impl Handler<Evicted> for WardenActor {
-    type Result = ();
-
-    fn handle(&mut self, evicted: Evicted, _: &mut Self::Context) {
-        self.readiness.end();
-        if !std::mem::replace(&mut self.told_evicted, true) {
-            tracing::error!(instance = %evicted.0, "this instance was evicted: it claims, runs and writes nothing any more");
-            self.evicted.iter().for_each(|recipient| recipient.do_send(evicted));
-        }
-    }
-}
+/// How long an actor may leave its mailbox unserved: none of them ever blocks, so a thread that does is broken. Peers notice a missing
+/// beat after 65 s.
+const VITAL_LIVENESS: Duration = Duration::from_secs(10);
+const WORK_LIVENESS: Duration = Duration::from_secs(30);
 
 /// The children, wired and not yet started.
 pub(super) struct Specs {
-    warden: Spec<WardenActor>,
+    pub(super) warden: Spec<WardenActor>,
     pub(super) heartbeat: Spec<HeartbeatActor>,
     pub(super) settle: Spec<SettleActor>,
     pub(super) dispatch: Spec<DispatchActor>,
@@ -98,40 +51,62 @@ pub(super) struct Specs {
 struct Wiring {
     options: Options,
     instance: InstanceId,
+    standing: Arc<Standing>,
+    backlog: Arc<Backlog>,
+    /// Made when dispatching starts: runners are asked for their limits, which may panic.
+    crew: OnceLock<Arc<Crew>>,
     in_flight: Arc<InFlight>,
     permits: Arc<Semaphore>,
     evicted: Recipient<Evicted>,
+    /// Set before anything starts; the factories read it when they run.
+    wake: OnceLock<Recipient<RequestImmediatePoll>>,
+}
+
+impl Wiring {
+    /// After a death of somebody who holds rows or passes them on: what was lost with it is handed back before the next claim.
+    fn recover(&self, generation: u64) {
+        if generation > 1 {
+            self.standing.recover();
+            if let Some(wake) = self.wake.get() {
+                wake.do_send(RequestImmediatePoll);
+            }
+        }
+    }
 }
 
 impl Specs {
-    pub(super) fn new(parts: EngineParts, readiness: &Arc<Readiness>) -> Self {
+    pub(super) fn new(parts: EngineParts, standing: Arc<Standing>) -> Self {
         // The warden is told about everyone, and everyone about the warden: its address comes first, its actor last.
         let links = Arc::new(OnceLock::new());
-        let warden = warden(Arc::clone(readiness), Arc::clone(&links));
+        let warden = warden(parts.identity.id, Arc::clone(&standing), Arc::clone(&links));
         let options = parts.options;
         let most = (options.dispatch.max_in_flight as usize).min(options.settle.channel_capacity);
         let wiring = Arc::new(Wiring {
             instance: parts.identity.id,
+            standing,
+            backlog: Arc::default(),
+            crew: OnceLock::new(),
             in_flight: Arc::default(),
             permits: Arc::new(Semaphore::new(most.max(1))),
             evicted: warden.addr().recipient(),
+            wake: OnceLock::new(),
             options,
         });
         let accepts_work = wiring.options.claim.enabled && !parts.runners.is_empty();
         let unfence = warden.addr().recipient();
         let heartbeat =
             heartbeat(Arc::clone(&wiring), parts.identity, parts.instances, unfence, accepts_work);
-        let wake = Arc::new(OnceLock::new());
-        let settle = settle(Arc::clone(&wiring), Arc::clone(&parts.work), Arc::clone(&wake));
+        let settle = settle(Arc::clone(&wiring), Arc::clone(&parts.work));
         let mut categories: Vec<Category> = parts.runners.iter().map(|(category, _)| *category).collect();
         categories.sort_unstable();
         categories.dedup();
         let dispatch =
             dispatch(Arc::clone(&wiring), parts.runners, parts.handlers, settle.addr().recipient());
-        let claim = claim(wiring, categories.into(), parts.work, dispatch.addr(), heartbeat.addr());
-        // Set before anything starts; the factories read them when they run.
-        let _ = wake.set(claim.addr().recipient());
-        let _ = links.set(Links {
+        let claim =
+            claim(Arc::clone(&wiring), categories.into(), parts.work, dispatch.addr(), heartbeat.addr());
+        // Set once, before anything starts; the factories read them when they run.
+        let _ = wiring.wake.set(claim.addr().recipient());
+        let _ = links.set(Told {
             fence: vec![claim.addr().recipient(), dispatch.addr().recipient(), settle.addr().recipient()],
             unfence: vec![settle.addr().recipient(), dispatch.addr().recipient(), claim.addr().recipient()],
             evicted: vec![
@@ -144,34 +119,32 @@ impl Specs {
         Self { warden, heartbeat, settle, dispatch, claim }
     }
 
-    pub(super) fn group(self) -> Group {
-        Group::new("workpump")
+    /// The tree. Users' actors start when the instance is a member and stop when the last handler has ended, so that handlers may use them.
+    pub(super) fn group(self, users: Group, drainer: &Arc<Drainer>) -> Group {
+        let last_words = || {
+            let drainer = Arc::clone(drainer);
+            move |gave_up: GaveUp| Arc::clone(&drainer).drain_without(gave_up.child)
+        };
+        let vital = Group::new("vital")
+            .on(Placement::Vital)
             .child(self.warden)
             .child(self.heartbeat)
+            .last_words(last_words());
+        let work = Group::new("work")
+            .on(Placement::Work)
             .child(self.settle)
             .child(self.dispatch)
             .child(self.claim)
+            .last_words(last_words());
+        Group::new("workpump").group(vital).group(users).group(work)
     }
 }
 
-struct Links {
-    fence: Vec<Recipient<Fence>>,
-    unfence: Vec<Recipient<Unfence>>,
-    evicted: Vec<Recipient<Evicted>>,
-}
-
-fn warden(readiness: Arc<Readiness>, links: Arc<OnceLock<Links>>) -> Spec<WardenActor> {
+fn warden(instance: InstanceId, standing: Arc<Standing>, links: Arc<OnceLock<Told>>) -> Spec<WardenActor> {
     Spec::new("warden", move |_| {
-        let links = links.get();
-        WardenActor {
-            readiness: Arc::clone(&readiness),
-            fence: links.map(|links| links.fence.clone()).unwrap_or_default(),
-            unfence: links.map(|links| links.unfence.clone()).unwrap_or_default(),
-            evicted: links.map(|links| links.evicted.clone()).unwrap_or_default(),
-            told_evicted: false,
-        }
+        WardenActor::new(instance, Arc::clone(&standing), links.get().cloned().unwrap_or_default())
     })
-    .on(Placement::Vital)
+    .liveness(VITAL_LIVENESS)
     .provides::<CatchUp>()
     .provides::<Fence>()
     .provides::<Unfence>()
@@ -186,12 +159,15 @@ fn heartbeat(
     accepts_work: bool,
 ) -> Spec<HeartbeatActor> {
     Spec::new("heartbeat", move |cx| {
-        // Without claims nothing depends on the membership, so the start need not wait for it.
-        let ready = wiring.options.claim.enabled.then(|| cx.ready());
+        // Without claims nothing depends on the membership, so the start need not wait for it. Nor does a restart: an outage of the
+        // database is no crash.
+        let first = cx.generation() == 1;
+        let ready = (first && wiring.options.claim.enabled).then(|| cx.ready());
         let parts = HeartbeatParts {
             options: wiring.options.heartbeat.clone(),
             identity: identity.clone(),
             accepts_work,
+            standing: Arc::clone(&wiring.standing),
             unfence: vec![unfence.clone()],
             evicted: wiring.evicted.clone(),
             progress: Box::new(move |progress| match (&ready, progress) {
@@ -202,27 +178,28 @@ fn heartbeat(
         };
         HeartbeatActor::new(parts, Arc::clone(&store))
     })
-    .on(Placement::Vital)
+    .ready_within(None)
+    .liveness(VITAL_LIVENESS)
     .provides::<BeatNow>()
     .provides::<AliveLockChanged>()
 }
 
-fn settle(
-    wiring: Arc<Wiring>,
-    store: Arc<dyn WorkStore>,
-    wake: Arc<OnceLock<Recipient<RequestImmediatePoll>>>,
-) -> Spec<SettleActor> {
-    Spec::new("settle", move |_| {
+fn settle(wiring: Arc<Wiring>, store: Arc<dyn WorkStore>) -> Spec<SettleActor> {
+    Spec::new("settle", move |cx| {
+        wiring.recover(cx.generation());
         let parts = SettleParts {
             options: wiring.options.settle.clone(),
             instance: wiring.instance,
+            standing: Arc::clone(&wiring.standing),
+            backlog: Arc::clone(&wiring.backlog),
             drain_deadline: drain_deadline(&wiring.options),
-            wake: wake.get().cloned(),
+            wake: wiring.wake.get().cloned(),
             evicted: wiring.evicted.clone(),
             seed: seed(),
         };
         SettleActor::new(parts, Arc::clone(&store))
     })
+    .liveness(WORK_LIVENESS)
     .provides::<Settle>()
 }
 
@@ -232,17 +209,28 @@ fn dispatch(
     handlers: Handle,
     settle: Recipient<Settle>,
 ) -> Spec<DispatchActor> {
-    Spec::new("dispatch", move |_| {
+    Spec::new("dispatch", move |cx| {
+        wiring.recover(cx.generation());
+        let crew = wiring.crew.get_or_init(|| {
+            Crew::new(CrewParts {
+                instance: wiring.instance,
+                runners: runners.clone(),
+                handlers: handlers.clone(),
+                threads: handlers.metrics().num_workers(),
+                retry: RetryPolicy::new(&wiring.options.dispatch),
+                in_flight: Arc::clone(&wiring.in_flight),
+                seed: seed(),
+            })
+        });
+        let drain_deadline = wiring.options.dispatch.drain_deadline_seconds;
         DispatchActor::new(DispatchParts {
-            options: wiring.options.dispatch.clone(),
-            instance: wiring.instance,
-            runners: runners.clone(),
-            handlers: handlers.clone(),
-            in_flight: Arc::clone(&wiring.in_flight),
+            crew: Arc::clone(crew),
+            standing: Arc::clone(&wiring.standing),
             settle: settle.clone(),
-            seed: seed(),
+            drain_deadline: Duration::from_secs(drain_deadline.into()),
         })
     })
+    .liveness(WORK_LIVENESS)
 }
 
 fn claim(
@@ -259,6 +247,7 @@ fn claim(
             categories: Arc::clone(&categories),
             permits: Arc::clone(&wiring.permits),
             in_flight: Arc::clone(&wiring.in_flight),
+            standing: Arc::clone(&wiring.standing),
             dispatch: dispatch.clone().recipient(),
             hand_back: dispatch.clone().recipient(),
             beat_now: heartbeat.clone().recipient(),
@@ -267,6 +256,7 @@ fn claim(
         };
         ClaimActor::new(parts, Arc::clone(&store))
     })
+    .liveness(WORK_LIVENESS)
     .provides::<RequestImmediatePoll>()
     .provides::<GateChanged>()
     .provides::<Pause>()

@@ -29,6 +29,8 @@ const LOST_CLAIM_HORIZON: Duration = Duration::from_secs(30);
 pub(super) struct Answer {
     /// When a recovery before it was sent, and how many rows it brought.
     pub(super) recovered: Option<(std::time::Instant, u64)>,
+    /// Whether the instance's standing asked for that recovery.
+    pub(super) asked: bool,
     /// When it was sent; `None`: the recovery before it failed.
     pub(super) sent_at: Option<std::time::Instant>,
     pub(super) result: Result<Claimed, StoreError>,
@@ -41,10 +43,12 @@ impl ClaimActor {
         answer: Answer,
         ctx: &mut Context<Self>,
     ) {
-        let Answer { recovered, sent_at, result } = answer;
+        let Answer { recovered, asked, sent_at, result } = answer;
         if let Some((recovery_sent_at, rows)) = recovered {
             self.counters.recovered += rows;
             self.lost_claim.take_if(|lost| recovery_sent_at >= *lost + LOST_CLAIM_HORIZON);
+        } else if asked {
+            self.parts.standing.recover();
         }
         let asked = permits.num_permits();
         let again = match result {
@@ -101,7 +105,7 @@ impl ClaimActor {
         drop(permits);
         let again = rows >= asked || has_more;
         mark_runs(&mut deliveries, again, self.parts.options.dispatch.stream_run);
-        if self.fenced || self.over {
+        if self.parts.standing.is_fenced() || self.parts.standing.is_over() {
             self.counters.handed_back += deliveries.len() as u64;
             self.parts.hand_back.do_send(HandBack { deliveries });
         } else {
@@ -124,8 +128,7 @@ impl ClaimActor {
         match error {
             StoreError::NotRegistered(_) => self.parts.beat_now.do_send(BeatNow),
             StoreError::Evicted(instance) => {
-                self.fenced = true;
-                self.over = true;
+                self.parts.standing.evict();
                 self.parts.evicted.do_send(Evicted(*instance));
             }
             _ => {}

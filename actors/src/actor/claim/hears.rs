@@ -1,7 +1,7 @@
 //! What the claiming actor hears.
 //!
-//! The rule: a message only notes what it says, in a flag or a state, and lets the cycle decide. The failure this prevents: a hundred
-//! wakes that become a hundred claims.
+//! The rule: a message only notes what it says, in a flag or in the instance's standing, and lets the cycle decide. The failures this
+//! prevents: a hundred wakes that become a hundred claims, and news that is lost with the actor that heard them.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use actix::prelude::*;
 use super::ClaimActor;
 use crate::instance::Gate;
 use crate::message::{
-    Account, Drain, Drained, Evicted, Fence, GateChanged, Halt, Observe, Pause, RequestImmediatePoll, Resume,
+    Account, Drain, Drained, Evicted, Fence, GateChanged, Observe, Pause, RequestImmediatePoll, Resume,
     Unfence,
 };
 
@@ -29,10 +29,9 @@ impl Handler<GateChanged> for ClaimActor {
     type Result = ();
 
     fn handle(&mut self, GateChanged(gate): GateChanged, ctx: &mut Self::Context) {
-        if gate == self.gate {
+        if self.parts.standing.set_gate(gate) == gate {
             return;
         }
-        self.gate = gate;
         match gate {
             Gate::Unavailable => self.was_down = true,
             Gate::Available if self.was_down => {
@@ -49,7 +48,6 @@ impl Handler<Fence> for ClaimActor {
     type Result = ();
 
     fn handle(&mut self, _: Fence, ctx: &mut Self::Context) {
-        self.fenced = true;
         self.step(ctx);
     }
 }
@@ -58,7 +56,6 @@ impl Handler<Unfence> for ClaimActor {
     type Result = ();
 
     fn handle(&mut self, _: Unfence, ctx: &mut Self::Context) {
-        self.fenced = false;
         self.wake(ctx);
     }
 }
@@ -67,7 +64,7 @@ impl Handler<Pause> for ClaimActor {
     type Result = ();
 
     fn handle(&mut self, _: Pause, ctx: &mut Self::Context) {
-        self.paused = true;
+        self.parts.standing.pause();
         self.step(ctx);
     }
 }
@@ -76,7 +73,7 @@ impl Handler<Resume> for ClaimActor {
     type Result = ();
 
     fn handle(&mut self, _: Resume, ctx: &mut Self::Context) {
-        self.paused = false;
+        self.parts.standing.resume();
         self.wake(ctx);
     }
 }
@@ -85,37 +82,26 @@ impl Handler<Evicted> for ClaimActor {
     type Result = ();
 
     fn handle(&mut self, _: Evicted, ctx: &mut Self::Context) {
-        self.fenced = true;
-        self.over = true;
-        self.step(ctx);
-    }
-}
-
-impl Handler<Halt> for ClaimActor {
-    type Result = ();
-
-    fn handle(&mut self, _: Halt, ctx: &mut Self::Context) {
-        self.over = true;
+        self.parts.standing.evict();
         self.step(ctx);
     }
 }
 
 impl Handler<Drain> for ClaimActor {
-    type Result = ResponseFuture<Drained>;
+    type Result = ResponseActFuture<Self, Drained>;
 
-    /// Answers when no claim is under way: rows that still come are handed back, not run.
+    /// Answers when no claim is under way: rows that still come are handed back, not run. Ends with the actor, so that whoever asked
+    /// learns of its death and asks the next one.
     fn handle(&mut self, _: Drain, ctx: &mut Self::Context) -> Self::Result {
-        self.over = true;
+        self.parts.standing.drain();
         let (drained, parked) = tokio::sync::oneshot::channel();
         self.drain = Some(drained);
         self.step(ctx);
         let patience = Duration::from_secs(self.parts.options.dispatch.drain_deadline_seconds.into());
         let patience = patience.min(CLAIM_PATIENCE);
-        Box::pin(async move {
-            // Too late or superseded: what a lost claim has leased is handed back when the instance deregisters.
-            let _ = tokio::time::timeout(patience, parked).await;
-            Drained::default()
-        })
+        // Too late or superseded: what a lost claim has leased is handed back when the instance deregisters.
+        let parked = async move { tokio::time::timeout(patience, parked).await };
+        Box::pin(parked.into_actor(self).map(|_, _, _| Drained::default()))
     }
 }
 

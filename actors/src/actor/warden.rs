@@ -1,0 +1,96 @@
+//! News about the whole instance: it notes them, and then tells everyone concerned.
+//!
+//! The rule: a fence, its end and an eviction stand in the [`Standing`] before anybody hears of them. The failure this prevents: an actor
+//! that dies of the message and whose successor knows nothing of it.
+
+use std::sync::Arc;
+
+use actix::prelude::*;
+
+use crate::instance::InstanceId;
+use crate::message::{Evicted, Fence, Unfence};
+use crate::standing::Standing;
+
+/// Where news about the whole instance goes: it tells everyone concerned.
+#[derive(Debug)]
+pub struct WardenActor {
+    instance: InstanceId,
+    told: Told,
+    standing: Arc<Standing>,
+}
+
+/// Who is told of what, in this order.
+#[derive(Clone, Debug, Default)]
+pub struct Told {
+    /// Whoever has to stop.
+    pub fence: Vec<Recipient<Fence>>,
+    /// Whoever may go on.
+    pub unfence: Vec<Recipient<Unfence>>,
+    /// Whoever has to give up.
+    pub evicted: Vec<Recipient<Evicted>>,
+}
+
+impl WardenActor {
+    /// Speaks for this instance.
+    pub fn new(instance: InstanceId, standing: Arc<Standing>, told: Told) -> Self {
+        Self { instance, told, standing }
+    }
+}
+
+impl Actor for WardenActor {
+    type Context = Context<Self>;
+
+    /// Says again what its predecessor may have died of saying.
+    fn started(&mut self, _: &mut Self::Context) {
+        if self.standing.is_fenced() {
+            self.told.fence.iter().for_each(|recipient| recipient.do_send(Fence));
+        } else {
+            self.told.unfence.iter().for_each(|recipient| recipient.do_send(Unfence));
+        }
+        if self.standing.is_evicted() {
+            self.told.evicted.iter().for_each(|recipient| recipient.do_send(Evicted(self.instance)));
+        }
+    }
+}
+
+/// Answered when everything that was sent to the warden before has been seen to.
+#[derive(Clone, Copy, Debug, Message)]
+#[rtype(result = "()")]
+pub(crate) struct CatchUp;
+
+impl Handler<CatchUp> for WardenActor {
+    type Result = ();
+
+    fn handle(&mut self, _: CatchUp, _: &mut Self::Context) {}
+}
+
+impl Handler<Fence> for WardenActor {
+    type Result = ();
+
+    fn handle(&mut self, fence: Fence, _: &mut Self::Context) {
+        self.standing.fence();
+        self.told.fence.iter().for_each(|recipient| recipient.do_send(fence));
+    }
+}
+
+impl Handler<Unfence> for WardenActor {
+    type Result = ();
+
+    fn handle(&mut self, unfence: Unfence, _: &mut Self::Context) {
+        self.standing.unfence();
+        self.told.unfence.iter().for_each(|recipient| recipient.do_send(unfence));
+    }
+}
+
+impl Handler<Evicted> for WardenActor {
+    type Result = ();
+
+    fn handle(&mut self, evicted: Evicted, _: &mut Self::Context) {
+        self.standing.evict();
+        // Everyone is told once, also during a drain and after the end of an actor.
+        if self.standing.must_tell_eviction() {
+            self.told.evicted.iter().for_each(|recipient| recipient.do_send(evicted));
+            tracing::error!(instance = %evicted.0, "this instance was evicted: it claims, runs and writes nothing any more");
+        }
+    }
+}

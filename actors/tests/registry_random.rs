@@ -1,0 +1,351 @@
+//! Random trees under random trouble: whatever happens, the promises hold.
+
+mod registry_common;
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use actix::prelude::*;
+use proptest::prelude::*;
+use proptest::sample::select;
+use proptest::strategy::Strategy as _;
+use tokio::time::sleep;
+use workpump_actors::registry::{
+    Backoff, ChildState, EventKind, Group, Intensity, Name, Registry, Restart, Spec, Strategy,
+    SupervisorEvent,
+};
+use workpump_actors::testing::in_virtual_time;
+
+use registry_common::millis;
+
+/// How a random child behaves.
+#[derive(Clone, Debug)]
+struct Habit {
+    restart: Restart,
+    start_ms: u64,
+    drain_ms: u64,
+    /// Every how many lives fail in `started()`; never the first.
+    bad_every: Option<u64>,
+}
+
+/// A random group.
+#[derive(Clone, Debug)]
+struct Plot {
+    strategy: Strategy,
+    ordered: bool,
+    contained: bool,
+    habits: Vec<Habit>,
+    inner: Option<Box<Plot>>,
+}
+
+/// Random trouble. The numbers pick a child.
+#[derive(Clone, Debug)]
+enum Trouble {
+    Crash(usize),
+    Quit(usize),
+    Restart(usize),
+    Remove(usize),
+    Add(usize, Habit),
+    Sleep(u64),
+}
+
+fn habits() -> impl proptest::strategy::Strategy<Value = Habit> {
+    let kinds = vec![Restart::Permanent, Restart::Permanent, Restart::Transient, Restart::Temporary];
+    let times = (select(vec![0, 0, 5, 50]), select(vec![0, 0, 5, 50]));
+    (select(kinds), times, select(vec![None, None, None, Some(2_u64), Some(3)])).prop_map(
+        |(restart, (start_ms, drain_ms), bad_every)| Habit { restart, start_ms, drain_ms, bad_every },
+    )
+}
+
+fn plots(inner: Option<Box<Plot>>) -> impl proptest::strategy::Strategy<Value = Plot> {
+    let strategies = vec![Strategy::OneForOne, Strategy::RestForOne, Strategy::OneForAll];
+    let habits = proptest::collection::vec(habits(), 1..5);
+    (select(strategies), any::<bool>(), any::<bool>(), habits).prop_map(
+        move |(strategy, ordered, contained, habits)| {
+            let ordered = ordered || strategy == Strategy::RestForOne;
+            Plot { strategy, ordered, contained, habits, inner: inner.clone() }
+        },
+    )
+}
+
+fn trees() -> impl proptest::strategy::Strategy<Value = Plot> {
+    prop_oneof![plots(None), plots(None).prop_flat_map(|inner| plots(Some(Box::new(inner))))]
+}
+
+fn troubles() -> impl proptest::strategy::Strategy<Value = Vec<Trouble>> {
+    let one = prop_oneof![
+        4 => (0..20_usize).prop_map(Trouble::Crash),
+        2 => (0..20_usize).prop_map(Trouble::Quit),
+        2 => (0..20_usize).prop_map(Trouble::Restart),
+        1 => (0..20_usize).prop_map(Trouble::Remove),
+        1 => (0..20_usize, habits()).prop_map(|(at, habit)| Trouble::Add(at, habit)),
+        4 => select(vec![0, 1, 7, 40, 200, 2_000]).prop_map(Trouble::Sleep),
+    ];
+    proptest::collection::vec(one, 1..30)
+}
+
+/// Counts who lives, and says when two lives of one child overlap.
+#[derive(Clone, Default)]
+struct Census(Arc<Mutex<HashMap<Name, Arc<AtomicU32>>>>, Arc<AtomicU32>);
+
+struct Living {
+    habit: Habit,
+    life: u64,
+    count: Arc<AtomicU32>,
+    drained: bool,
+}
+
+#[derive(Message)]
+#[rtype(result = "()")]
+struct Quit;
+
+impl Census {
+    fn spec(&self, name: &str, habit: Habit) -> Spec<Living> {
+        let census = self.clone();
+        let kind = habit.restart;
+        let make = move |cx: &mut workpump_actors::registry::Cx<Living>| {
+            let count =
+                Arc::clone(census.0.lock().expect("not poisoned").entry(cx.name().clone()).or_default());
+            if count.fetch_add(1, Ordering::AcqRel) > 0 {
+                census.1.fetch_add(1, Ordering::AcqRel);
+            }
+            Living { habit: habit.clone(), life: cx.generation(), count, drained: false }
+        };
+        Spec::new(name, make).restart(kind).stop_within(millis(30))
+    }
+
+    fn alive(&self) -> u32 {
+        self.0.lock().expect("not poisoned").values().map(|count| count.load(Ordering::Acquire)).sum()
+    }
+}
+
+impl Drop for Living {
+    fn drop(&mut self) {
+        self.count.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+impl Actor for Living {
+    type Context = Context<Self>;
+
+    fn started(&mut self, ctx: &mut Self::Context) {
+        let bad = self.life > 1 && self.habit.bad_every.is_some_and(|every| self.life.is_multiple_of(every));
+        assert!(!bad, "a bad life");
+        ctx.wait(sleep(millis(self.habit.start_ms)).into_actor(self));
+    }
+
+    fn stopping(&mut self, ctx: &mut Self::Context) -> Running {
+        if self.habit.drain_ms == 0 || self.drained {
+            return Running::Stop;
+        }
+        ctx.run_later(millis(self.habit.drain_ms), |this, ctx| {
+            this.drained = true;
+            ctx.stop();
+        });
+        Running::Continue
+    }
+}
+
+impl Handler<Quit> for Living {
+    type Result = ();
+
+    fn handle(&mut self, _: Quit, ctx: &mut Self::Context) {
+        ctx.stop();
+    }
+}
+
+/// Builds a group, and notes in which order its children stand.
+fn build(plot: &Plot, name: &str, census: &Census, order: &mut BTreeMap<String, Vec<String>>) -> Group {
+    let mut group = Group::new(name).strategy(plot.strategy);
+    if !plot.ordered {
+        group = group.in_parallel();
+    }
+    if plot.contained {
+        group = group.contained();
+    } else {
+        group = group.as_child(
+            Restart::Permanent,
+            Intensity { max_restarts: 2, ..Intensity::default() },
+            pauses(),
+        );
+    }
+    let mut children = Vec::new();
+    for (at, habit) in plot.habits.iter().enumerate() {
+        let child = format!("{name}-{at}");
+        group = group.child(census.spec(&child, habit.clone()));
+        children.push(child);
+        if at == 0
+            && let Some(inner) = &plot.inner
+        {
+            group = group.group(build(inner, "inner", census, order));
+            children.push("inner".to_owned());
+        }
+    }
+    if plot.ordered {
+        order.insert(name.to_owned(), children);
+    }
+    group
+}
+
+fn pauses() -> Backoff {
+    Backoff { first: millis(10), max: millis(50), ..Backoff::default() }
+}
+
+/// Makes trouble. Questions are asked without waiting for the answer; all of them must be answered in the end.
+fn make(trouble: &Trouble, at: usize, registry: &Registry, census: &Census, open: &Arc<AtomicU32>) {
+    let children: Vec<String> =
+        registry.children().iter().skip(1).map(|child| child.name.to_string()).collect();
+    let pick = |number: usize| children.get(number % children.len().max(1)).cloned().unwrap_or_default();
+    let ask = |asking: std::pin::Pin<Box<dyn Future<Output = ()>>>| {
+        open.fetch_add(1, Ordering::AcqRel);
+        let open = Arc::clone(open);
+        actix::spawn(async move {
+            asking.await;
+            open.fetch_sub(1, Ordering::AcqRel);
+        });
+    };
+    let registry = registry.clone();
+    match trouble.clone() {
+        // Some are not there any more.
+        Trouble::Crash(number) => drop(registry.crash(&pick(number))),
+        Trouble::Quit(number) => {
+            if let Ok(living) = registry.named::<Living>(&pick(number)) {
+                living.do_send(Quit);
+            }
+        }
+        Trouble::Restart(number) => {
+            let name = pick(number);
+            ask(Box::pin(async move { drop(registry.restart(&name).await) }));
+        }
+        Trouble::Remove(number) => {
+            let name = pick(number);
+            ask(Box::pin(async move { drop(registry.remove(&name).await) }));
+        }
+        Trouble::Add(number, habit) => {
+            let spec = census.spec(&format!("added-{at}"), habit);
+            let group = ["root", "inner"][number % 2];
+            ask(Box::pin(async move { drop(registry.add(group, spec).await) }));
+        }
+        Trouble::Sleep(_) => {}
+    }
+}
+
+/// Where each child stands by the events alone.
+#[derive(Default)]
+struct Seen(BTreeMap<String, (u64, bool)>);
+
+impl Seen {
+    /// Follows the events of a tree and checks them one by one.
+    fn follow(
+        &mut self,
+        events: &[SupervisorEvent],
+        order: &BTreeMap<String, Vec<String>>,
+    ) -> Result<(), String> {
+        for event in events {
+            let (life, alive) = self.0.entry(event.child.to_string()).or_insert((0, false));
+            match event.kind {
+                EventKind::Started => {
+                    if *alive || event.generation <= *life {
+                        return Err(format!("{event}: life {life} is alive: {alive}"));
+                    }
+                    (*life, *alive) = (event.generation, true);
+                }
+                EventKind::Exited { .. } | EventKind::Stopped => *alive = false,
+                EventKind::Ready if !*alive => return Err(format!("{event}, and is not alive")),
+                _ => {}
+            }
+            if event.kind == EventKind::Stopped {
+                self.nobody_behind(event, order)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// In the last stop of an ordered group nobody stops before those behind it.
+    fn nobody_behind(
+        &self,
+        event: &SupervisorEvent,
+        order: &BTreeMap<String, Vec<String>>,
+    ) -> Result<(), String> {
+        let Some(children) = order.values().find(|children| children.contains(&event.child.to_string()))
+        else {
+            return Ok(());
+        };
+        let behind = children.iter().skip_while(|name| **name != *event.child).skip(1);
+        let living: Vec<&String> =
+            behind.filter(|name| self.0.get(*name).is_some_and(|(_, alive)| *alive)).collect();
+        if living.is_empty() { Ok(()) } else { Err(format!("{event} before {living:?}")) }
+    }
+}
+
+/// Lives through the trouble and checks the promises. `Err` says which was broken.
+async fn live_through(plot: &Plot, troubles: &[Trouble]) -> Result<(), String> {
+    let (census, open, mut order) = (Census::default(), Arc::<AtomicU32>::default(), BTreeMap::new());
+    let intensity = Intensity { max_restarts: 4, within: Duration::from_secs(10) };
+    let root = build(plot, "root", &census, &mut order).intensity(intensity).backoff(pauses());
+    let registry = registry_common::start(root).await;
+    let (events, mut seen) = (RefCell::new(registry.events()), Seen::default());
+    seen.0 = registry.children().iter().map(|child| (child.name.to_string(), (1, true))).collect();
+    let news =
+        || -> Vec<SupervisorEvent> { std::iter::from_fn(|| events.borrow_mut().try_recv().ok()).collect() };
+    for (at, trouble) in troubles.iter().enumerate() {
+        make(trouble, at, &registry, &census, &open);
+        if let Trouble::Sleep(time) = trouble {
+            sleep(millis(*time)).await;
+        }
+        seen.follow(&news(), &BTreeMap::new())?;
+    }
+    sleep(Duration::from_secs(120)).await;
+    seen.follow(&news(), &BTreeMap::new())?;
+    at_rest(&registry, &seen, &census)?;
+    registry.shutdown().await;
+    sleep(millis(1)).await;
+    seen.follow(&news(), &order)?;
+    match (census.alive(), census.1.load(Ordering::Acquire), open.load(Ordering::Acquire)) {
+        (0, 0, 0) => Ok(()),
+        (alive, overlaps, open) => {
+            Err(format!("{alive} are alive, {overlaps} lives overlapped, {open} questions are open"))
+        }
+    }
+}
+
+/// After the trouble everybody is where it belongs, and everything that can be asked tells the same.
+fn at_rest(registry: &Registry, seen: &Seen, census: &Census) -> Result<(), String> {
+    let children = registry.children();
+    let ended = !matches!(children[0].state, ChildState::Ready);
+    let mut ready = 0;
+    for child in &children {
+        let alive = seen.0.get(&*child.name).is_some_and(|(_, alive)| *alive);
+        let consistent = match child.state {
+            ChildState::Ready => true,
+            ChildState::Finished | ChildState::Failed => true,
+            ChildState::Stopped => ended || children.iter().any(|other| other.state == ChildState::Failed),
+            ChildState::Starting | ChildState::Waiting | ChildState::Stopping => false,
+        };
+        if !consistent || (child.group.is_some() && alive != (child.state == ChildState::Ready)) {
+            return Err(format!("{child:?} after the trouble, alive: {alive}"));
+        }
+        ready += u32::from(child.state == ChildState::Ready && !child.is_group);
+    }
+    let well = children.iter().all(|child| matches!(child.state, ChildState::Ready | ChildState::Finished));
+    if registry.health().is_ready() != well || census.alive() != ready {
+        return Err(format!("{} and {} live, with {children:?}", registry.health(), census.alive()));
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn whatever_happens_no_lives_overlap_nobody_hangs_and_everybody_ends_where_it_belongs(
+        plot in trees(),
+        troubles in troubles(),
+    ) {
+        let lived = in_virtual_time(live_through(&plot, &troubles));
+        prop_assert!(lived.is_ok(), "{lived:?}");
+    }
+}

@@ -1,0 +1,236 @@
+//! The tree of a pump on a real database: its actors are killed while work flows, and a user's own actor lives among them.
+
+mod common;
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use actix::prelude::*;
+use common::wait::eventually;
+use common::{quick, scale};
+use rand::RngExt;
+use serde_json::json;
+use tokio_postgres::Client;
+use uuid::Uuid;
+use workpump::supervision::{EventKind, Spec, SupervisorEvent};
+use workpump::{Failure, NewOutbox, OutboxMessage, Outcome, Producer, Publisher, WorkPump};
+
+const STREAMS: u64 = 40;
+
+/// What was relayed, in the order in which it was.
+#[derive(Clone, Default)]
+struct Journal(Arc<Mutex<Vec<(Uuid, u64)>>>);
+
+impl Journal {
+    fn read(&self) -> Vec<(Uuid, u64)> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Publisher for Journal {
+    async fn publish_one(&self, message: &OutboxMessage) -> Outcome {
+        let payload: serde_json::Value = serde_json::from_slice(&message.payload)?;
+        let number = payload["number"].as_u64().ok_or_else(|| Failure::permanent("no number"))?;
+        // Some handlers wait, so that an actor dies while they do.
+        if number.is_multiple_of(3) {
+            tokio::time::sleep(Duration::from_millis(number % 7)).await;
+        }
+        let stream = message.stream_id.unwrap_or_default();
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push((stream, number));
+        Ok(())
+    }
+}
+
+/// Stores messages in all streams until it is told to stop. Returns how many.
+async fn produce(client: Client, stop: tokio_util::sync::CancellationToken) -> u64 {
+    let producer = Producer::new("public").expect("a schema name");
+    let mut stored = 0;
+    while !stop.is_cancelled() {
+        let batch: Vec<NewOutbox> = (0..100)
+            .map(|offset| {
+                let number = stored + offset;
+                let stream = Uuid::from_u128(u128::from(number % STREAMS) + 1);
+                NewOutbox::new("step", &json!({ "number": number })).stream(stream)
+            })
+            .collect();
+        let enqueued = producer.outbox(&client, &batch).await.expect("stored");
+        stored += enqueued.stored.len() as u64;
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    stored
+}
+
+/// Kills every actor of the pump, some at once, some between two messages, and waits until all are back.
+async fn kill_them_all(pump: &WorkPump) {
+    let mut events = pump.registry().events();
+    let mut dead: HashSet<&str> = HashSet::from(["claim", "dispatch", "settle", "heartbeat", "warden"]);
+    for name in dead.clone() {
+        let pause = rand::make_rng::<rand::rngs::SmallRng>().random_range(0..15);
+        tokio::time::sleep(Duration::from_millis(pause)).await;
+        pump.registry().crash(name).expect("a child of the tree");
+    }
+    while !dead.is_empty() {
+        let event = events.recv().await.expect("the tree tells");
+        match event.kind {
+            EventKind::Ready => drop(dead.remove(&*event.child)),
+            EventKind::GaveUp { .. } => panic!("given up: {event}"),
+            _ => {}
+        }
+    }
+}
+
+/// Nothing lost, and in each stream the first delivery of every message in order.
+fn judge(journal: &[(Uuid, u64)], stored: u64) -> usize {
+    let (mut seen, mut next) = (HashSet::new(), HashMap::<Uuid, u64>::new());
+    for (stream, number) in journal {
+        if !seen.insert(*number) {
+            continue;
+        }
+        let expected = next.entry(*stream).or_insert_with(|| number % STREAMS);
+        assert_eq!(number, expected, "out of order in stream {stream}");
+        *expected += STREAMS;
+    }
+    assert_eq!(seen.len() as u64, stored, "lost");
+    journal.len() - seen.len()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn killing_every_actor_in_turn_while_work_flows_loses_nothing_and_keeps_order() {
+    let database = common::database().await;
+    let journal = Journal::default();
+    let start = || WorkPump::builder(database.url()).options(quick()).publisher(journal.clone()).start();
+    let (pump, neighbour) = (start().await.expect("starts"), start().await.expect("starts"));
+    let stop = tokio_util::sync::CancellationToken::new();
+    let producing = tokio::spawn(produce(database.connect().await, stop.clone()));
+    let mut kills = 0;
+    for round in 0..4 * scale() {
+        // The limit is ten in a minute.
+        if round > 0 && round.is_multiple_of(8) {
+            tokio::time::sleep(Duration::from_mins(1)).await;
+        }
+        kill_them_all(&pump).await;
+        kills += 5;
+    }
+    stop.cancel();
+    let stored = producing.await.expect("no panic");
+    let all_there = async || {
+        let seen: HashSet<u64> = journal.read().into_iter().map(|(_, number)| number).collect();
+        seen.len() as u64 == stored
+    };
+    eventually("every message is relayed", all_there).await;
+    assert!(pump.is_ready(), "{}", pump.registry().health());
+    assert_eq!(pump.registry().totals().restarts, kills);
+    let in_flight = async || {
+        let accounts = pump.observe().await;
+        accounts.iter().map(|account| account.counter("in_flight")).sum::<u64>() == 0
+    };
+    eventually("every permit is back", in_flight).await;
+    for pump in [pump, neighbour] {
+        let report = pump.drain().await;
+        assert!(report.deregistered && report.unsettled == 0, "{report:?}");
+    }
+    let duplicates = judge(&journal.read(), stored);
+    println!("{kills} kills, {stored} messages in {STREAMS} streams: {duplicates} relayed twice");
+    assert_eq!(duplicates, 0, "what had finished is remembered outside of the actors");
+}
+
+/// Counts what it is told, and panics when it is told to.
+#[derive(Default)]
+struct Mailer {
+    sent: u64,
+}
+
+impl Actor for Mailer {
+    type Context = Context<Self>;
+}
+
+#[derive(Message)]
+#[rtype(result = "u64")]
+struct Letter(&'static str);
+
+impl Handler<Letter> for Mailer {
+    type Result = u64;
+
+    fn handle(&mut self, Letter(to): Letter, _: &mut Self::Context) -> u64 {
+        assert!(to.contains('@'), "no address");
+        self.sent += 1;
+        self.sent
+    }
+}
+
+/// Keeps what happened.
+#[derive(Default)]
+struct Diary(Vec<SupervisorEvent>);
+
+impl Actor for Diary {
+    type Context = Context<Self>;
+}
+
+impl Handler<SupervisorEvent> for Diary {
+    type Result = ();
+
+    fn handle(&mut self, event: SupervisorEvent, _: &mut Self::Context) {
+        self.0.push(event);
+    }
+}
+
+#[derive(Message)]
+#[rtype(result = "Vec<SupervisorEvent>")]
+struct Read;
+
+impl Handler<Read> for Diary {
+    type Result = Vec<SupervisorEvent>;
+
+    fn handle(&mut self, _: Read, _: &mut Self::Context) -> Self::Result {
+        self.0.clone()
+    }
+}
+
+#[tokio::test]
+async fn a_users_actor_lives_in_the_tree_and_is_replaced_when_it_dies() {
+    let database = common::database().await;
+    let mailer = Spec::new("mailer", |_| Mailer::default());
+    let diary = Spec::new("diary", |cx| {
+        cx.registry().subscribe(cx.addr().recipient());
+        Diary::default()
+    });
+    let letters = mailer.addr();
+    let pump = WorkPump::builder(database.url())
+        .options(quick())
+        .publisher(Journal::default())
+        .supervise(diary)
+        .supervise(mailer)
+        .start()
+        .await
+        .expect("starts");
+    assert_eq!(letters.send(Letter("a@b")).await, Ok(1));
+    assert!(letters.send(Letter("nobody")).await.is_err());
+    assert_eq!(letters.send(Letter("c@d")).await, Ok(1), "a fresh one");
+    // Asked again by its second life, the diary still hears everything once.
+    pump.registry().crash("diary").expect("a child");
+    let diary = pump.registry().addr::<Diary>().expect("supervised");
+    eventually("the diary is back", async || diary.send(Read).await.is_ok()).await;
+    assert!(letters.send(Letter("nobody")).await.is_err());
+    let deaths = async || {
+        let events = diary.send(Read).await.unwrap_or_default();
+        let of_mailer = events.iter().filter(|event| event.child == "mailer");
+        of_mailer.filter(|event| matches!(event.kind, EventKind::Exited { .. })).count() == 1
+    };
+    eventually("one death is noted once", deaths).await;
+    assert_eq!(letters.send(Letter("e@f")).await, Ok(1));
+    pump.drain().await;
+    assert!(!letters.connected());
+}
+
+#[tokio::test]
+async fn a_user_actor_that_takes_a_name_of_the_pump_is_refused_by_name() {
+    let database = common::database().await;
+    let started = WorkPump::builder(database.url())
+        .publisher(Journal::default())
+        .supervise(Spec::new("claim", |_| Mailer::default()))
+        .start()
+        .await;
+    let error = started.expect_err("refused").to_string();
+    assert!(error.contains("already a child called claim"), "{error}");
+}
