@@ -184,6 +184,20 @@ fn a_temporary_child_never_comes_back() {
 }
 
 #[test]
+fn a_child_that_has_ended_for_good_cannot_be_restarted_and_says_what_to_do() {
+    in_virtual_time(async {
+        let spec = Subject::spec("it", &Log::default(), Plan::default()).restart(Restart::Temporary);
+        let registry = start(Group::new("test").child(spec)).await;
+        quits(&registry);
+        sleep(millis(1)).await;
+        let error = registry.restart("it").await.expect_err("over").to_string();
+        assert_eq!(error, "it has ended for good: remove it, and add it again");
+        assert_eq!(registry.remove("it").await, Ok(0));
+        registry.shutdown().await;
+    });
+}
+
+#[test]
 fn a_life_that_is_not_ready_in_time_is_ended_and_counts_as_a_death() {
     in_virtual_time(async {
         let log = Log::default();
