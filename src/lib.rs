@@ -41,6 +41,7 @@ pub use workpump_actors as engine;
 pub use workpump_actors::message::{Account, GateChanged, RequestImmediatePoll};
 pub use workpump_actors::options::Options;
 pub use workpump_actors::runner::{Failure, Job, Runner};
+pub use workpump_actors::standing::Untrusted;
 pub use workpump_actors::tree::{DrainReport, Engine};
 pub use workpump_actors::work::{Category, FailureReason};
 

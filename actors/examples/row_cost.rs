@@ -131,6 +131,7 @@ fn measure(name: &str, rows: usize, streams: usize, runner: Trivial) {
             },
             work: Arc::clone(&mill) as _,
             instances: Arc::clone(&mill) as _,
+            direct: None,
             runners: vec![(Category::Inbox, Arc::new(runner))],
             handlers: handlers.handle().clone(),
             users: workpump_actors::registry::Group::new("users"),
