@@ -1,11 +1,13 @@
 //! What the engine needs from user code: bytes in, verdict out. No types, no database.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use tokio_util::sync::CancellationToken;
 
+use crate::delivery::LeaseHandle;
 use crate::instance::InstanceId;
 use crate::work::{ClaimedWork, FailureReason};
 
@@ -18,6 +20,8 @@ pub struct Job {
     pub instance: InstanceId,
     /// Fires when the lease is about to end or is known to be lost: stop, whatever you did is fenced from now on.
     pub cancel: CancellationToken,
+    /// The lease: how long it lasts, and a way to have it renewed before it would be by itself.
+    pub lease: Arc<LeaseHandle>,
 }
 
 /// Why an attempt failed.

@@ -2,13 +2,13 @@
 //!
 //! ```text
 //! workpump
-//! ├── vital   warden, heartbeat           on the vital thread
+//! ├── vital   renewal, warden, heartbeat  on the vital thread
 //! ├── users   whatever users supervise    contained: when it is given up, the pump goes on, and is not ready
 //! └── work    settle, dispatch, claim     on the work thread
 //! ```
 //!
 //! The rule: they start in this order, and a drain goes the other way, so that claiming stops first, the last result is written before
-//! the instance leaves, and beating ends last. An actor that dies is replaced, and what must outlive it lives outside of it; one that
+//! the instance leaves, and renewing and beating end last. An actor that dies is replaced, and what must outlive it lives outside of it; one that
 //! dies too often ends the engine, after a drain of what can still be drained. The failures this prevents: rows claimed with nobody to
 //! run them, results with nobody to write them, and leases handed back while a result is still on its way.
 
@@ -25,7 +25,7 @@ use crate::actor::warden::CatchUp;
 use crate::instance::{Gate, InstanceIdentity};
 use crate::message::{Account, Drain, GateChanged, Observe, RequestImmediatePoll};
 use crate::options::{Options, OptionsError};
-use crate::port::{InstanceStore, WorkStore};
+use crate::port::{InstanceStore, RenewalStore, WorkStore};
 use crate::registry::{GaveUp, Group, Host, Name, Registry, StartFailed};
 use crate::runner::Runner;
 use crate::standing::Standing;
@@ -46,6 +46,8 @@ pub struct EngineParts {
     pub work: Arc<dyn WorkStore>,
     /// The membership table.
     pub instances: Arc<dyn InstanceStore>,
+    /// Keeps leases.
+    pub renewals: Arc<dyn RenewalStore>,
     /// Who runs what; the last one given for a category counts. Only categories named here are claimed.
     pub runners: Vec<(Category, Arc<dyn Runner>)>,
     /// The runtime on which runners run.
@@ -104,11 +106,13 @@ impl Engine {
         let drain_deadline = Duration::from_secs(parts.options.dispatch.drain_deadline_seconds.into());
         let specs = Specs::new(parts, Arc::clone(&standing));
         let (heartbeat, settle) = (specs.heartbeat.addr(), specs.settle.addr());
+        let lease_renewal = specs.lease_renewal.addr();
         let (dispatch, claim) = (specs.dispatch.addr(), specs.claim.addr());
         let in_order: Vec<(Name, Recipient<Drain>)> = vec![
             ("claim".into(), claim.clone().recipient()),
             ("dispatch".into(), dispatch.clone().recipient()),
             ("settle".into(), settle.clone().recipient()),
+            ("lease_renewal".into(), lease_renewal.clone().recipient()),
             ("heartbeat".into(), heartbeat.clone().recipient()),
         ];
         let drainer = Drainer::new(in_order, drain_deadline);
@@ -117,8 +121,13 @@ impl Engine {
         if let Ok(warden) = registry.recipient::<CatchUp>() {
             let _ = warden.send(CatchUp).await;
         }
-        let observed =
-            vec![heartbeat.recipient(), settle.recipient(), dispatch.recipient(), claim.recipient()];
+        let observed = vec![
+            lease_renewal.recipient(),
+            heartbeat.recipient(),
+            settle.recipient(),
+            dispatch.recipient(),
+            claim.recipient(),
+        ];
         Ok(Self { registry, standing, drainer, observed })
     }
 

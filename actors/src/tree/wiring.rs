@@ -16,18 +16,20 @@ use super::drain::Drainer;
 use crate::actor::claim::{ClaimActor, ClaimParts};
 use crate::actor::dispatch::{DispatchActor, DispatchParts};
 use crate::actor::heartbeat::{HeartbeatActor, HeartbeatParts};
+use crate::actor::lease_renewal::{LeaseRenewalActor, LeaseRenewalParts};
 use crate::actor::settle::{Backlog, SettleActor, SettleParts};
 use crate::actor::warden::{CatchUp, Told, WardenActor};
-use crate::delivery::InFlight;
+use crate::delivery::{InFlight, Renewals};
 use crate::instance::{InstanceId, InstanceIdentity};
 use crate::lane::{Crew, CrewParts};
 use crate::message::{
-    AliveLockChanged, BeatNow, Evicted, Fence, GateChanged, Pause, RequestImmediatePoll, Resume, Settle,
-    Unfence,
+    AliveLockChanged, BeatNow, Evicted, ExtendLease, Fence, GateChanged, Pause, RequestImmediatePoll, Resume,
+    Settle, Unfence,
 };
 use crate::options::Options;
+use crate::policy::lease::LeaseTerms;
 use crate::policy::retry::RetryPolicy;
-use crate::port::{InstanceStore, WorkStore};
+use crate::port::{InstanceStore, RenewalStore, WorkStore};
 use crate::registry::{GaveUp, Group, Placement, Spec};
 use crate::runner::Runner;
 use crate::standing::Standing;
@@ -40,6 +42,7 @@ const WORK_LIVENESS: Duration = Duration::from_secs(30);
 
 /// The children, wired and not yet started.
 pub(super) struct Specs {
+    pub(super) lease_renewal: Spec<LeaseRenewalActor>,
     pub(super) warden: Spec<WardenActor>,
     pub(super) heartbeat: Spec<HeartbeatActor>,
     pub(super) settle: Spec<SettleActor>,
@@ -56,6 +59,7 @@ struct Wiring {
     /// Made when dispatching starts: runners are asked for their limits, which may panic.
     crew: OnceLock<Arc<Crew>>,
     in_flight: Arc<InFlight>,
+    renewals: Arc<Renewals>,
     permits: Arc<Semaphore>,
     evicted: Recipient<Evicted>,
     /// Set before anything starts; the factories read it when they run.
@@ -87,12 +91,14 @@ impl Specs {
             backlog: Arc::default(),
             crew: OnceLock::new(),
             in_flight: Arc::default(),
+            renewals: Renewals::new(LeaseTerms::new(&options), options.lease_renewal.channel_capacity),
             permits: Arc::new(Semaphore::new(most.max(1))),
             evicted: warden.addr().recipient(),
             wake: OnceLock::new(),
             options,
         });
         let accepts_work = wiring.options.claim.enabled && !parts.runners.is_empty();
+        let lease_renewal = lease_renewal(Arc::clone(&wiring), parts.renewals);
         let unfence = warden.addr().recipient();
         let heartbeat =
             heartbeat(Arc::clone(&wiring), parts.identity, parts.instances, unfence, accepts_work);
@@ -113,10 +119,11 @@ impl Specs {
                 claim.addr().recipient(),
                 dispatch.addr().recipient(),
                 settle.addr().recipient(),
+                lease_renewal.addr().recipient(),
                 heartbeat.addr().recipient(),
             ],
         });
-        Self { warden, heartbeat, settle, dispatch, claim }
+        Self { lease_renewal, warden, heartbeat, settle, dispatch, claim }
     }
 
     /// The tree. Users' actors start when the instance is a member and stop when the last handler has ended, so that handlers may use them.
@@ -127,6 +134,7 @@ impl Specs {
         };
         let vital = Group::new("vital")
             .on(Placement::Vital)
+            .child(self.lease_renewal)
             .child(self.warden)
             .child(self.heartbeat)
             .last_words(last_words());
@@ -149,6 +157,23 @@ fn warden(instance: InstanceId, standing: Arc<Standing>, links: Arc<OnceLock<Tol
     .provides::<Fence>()
     .provides::<Unfence>()
     .provides::<Evicted>()
+}
+
+fn lease_renewal(wiring: Arc<Wiring>, store: Arc<dyn RenewalStore>) -> Spec<LeaseRenewalActor> {
+    Spec::new("lease_renewal", move |_| {
+        let parts = LeaseRenewalParts {
+            options: wiring.options.lease_renewal.clone(),
+            instance: wiring.instance,
+            standing: Arc::clone(&wiring.standing),
+            renewals: Arc::clone(&wiring.renewals),
+            in_flight: Arc::clone(&wiring.in_flight),
+            evicted: wiring.evicted.clone(),
+            seed: seed(),
+        };
+        LeaseRenewalActor::new(parts, Arc::clone(&store))
+    })
+    .liveness(VITAL_LIVENESS)
+    .provides::<ExtendLease>()
 }
 
 fn heartbeat(
@@ -226,6 +251,7 @@ fn dispatch(
         DispatchActor::new(DispatchParts {
             crew: Arc::clone(crew),
             standing: Arc::clone(&wiring.standing),
+            renewals: Arc::clone(&wiring.renewals),
             settle: settle.clone(),
             drain_deadline: Duration::from_secs(drain_deadline.into()),
         })
@@ -247,6 +273,7 @@ fn claim(
             categories: Arc::clone(&categories),
             permits: Arc::clone(&wiring.permits),
             in_flight: Arc::clone(&wiring.in_flight),
+            renewals: Arc::clone(&wiring.renewals),
             standing: Arc::clone(&wiring.standing),
             dispatch: dispatch.clone().recipient(),
             hand_back: dispatch.clone().recipient(),
