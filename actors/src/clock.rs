@@ -14,9 +14,14 @@ use std::time::{Duration, Instant};
 /// Differences below this are the time between two readings, not a suspend.
 const JITTER: Duration = Duration::from_millis(1);
 
+/// How old a reading of the suspended time may be, on the clock that stands still while the machine sleeps: a suspend is noticed this long
+/// after the resume. Reading it for each row would cost more than all the rest that is done for its lease.
+const FRESH: Duration = Duration::from_micros(100);
+
 /// Now, suspended time included.
 pub(crate) fn now() -> Instant {
-    tokio::time::Instant::now().into_std() + suspended()
+    let now = tokio::time::Instant::now().into_std();
+    now + suspended(now)
 }
 
 /// An instant of this clock as one of the runtime's timers. Right until the machine is suspended.
@@ -29,10 +34,10 @@ pub(crate) fn as_timer(instant: Instant) -> tokio::time::Instant {
 }
 
 /// How long the machine was suspended since this process first asked.
-fn suspended() -> Duration {
+fn suspended(now: Instant) -> Duration {
     static CLOCK: OnceLock<SuspendClock> = OnceLock::new();
-    let clock = CLOCK.get_or_init(|| SuspendClock::new(asleep_since_boot()));
-    let real = clock.read(asleep_since_boot());
+    let clock = CLOCK.get_or_init(|| SuspendClock::new(now, asleep_since_boot()));
+    let real = clock.at(now, asleep_since_boot);
     #[cfg(feature = "testing")]
     let real = real + fake::asleep();
     real
@@ -41,14 +46,28 @@ fn suspended() -> Duration {
 /// What the machine has slept, from readings that may be a little too small.
 #[derive(Debug)]
 struct SuspendClock {
+    began: Instant,
     origin: Duration,
+    /// When it was read last, in nanoseconds since it began.
+    read_at: AtomicU64,
     /// The greatest so far, in nanoseconds: the clock must not go back.
     asleep: AtomicU64,
 }
 
 impl SuspendClock {
-    fn new(asleep_since_boot: Duration) -> Self {
-        Self { origin: asleep_since_boot, asleep: AtomicU64::new(0) }
+    fn new(now: Instant, asleep_since_boot: Duration) -> Self {
+        Self { began: now, origin: asleep_since_boot, read_at: AtomicU64::new(0), asleep: AtomicU64::new(0) }
+    }
+
+    /// Reads it anew, unless it was read a moment ago.
+    fn at(&self, now: Instant, asleep_since_boot: impl FnOnce() -> Duration) -> Duration {
+        let age = now.saturating_duration_since(self.began).as_nanos() as u64;
+        let last = self.read_at.load(Ordering::Relaxed);
+        if age.saturating_sub(last) < FRESH.as_nanos() as u64 {
+            return Duration::from_nanos(self.asleep.load(Ordering::Relaxed));
+        }
+        self.read_at.store(age, Ordering::Relaxed);
+        self.read(asleep_since_boot())
     }
 
     fn read(&self, asleep_since_boot: Duration) -> Duration {
@@ -106,18 +125,27 @@ mod tests {
 
     #[test]
     fn only_what_was_slept_since_the_start_counts() {
-        let clock = SuspendClock::new(SECOND * 500);
+        let clock = SuspendClock::new(now(), SECOND * 500);
         assert_eq!(clock.read(SECOND * 500), Duration::ZERO);
         assert_eq!(clock.read(SECOND * 507), SECOND * 7);
     }
 
     #[test]
     fn a_reading_that_was_interrupted_neither_moves_the_clock_nor_turns_it_back() {
-        let clock = SuspendClock::new(SECOND);
+        let clock = SuspendClock::new(now(), SECOND);
         assert_eq!(clock.read(SECOND + JITTER), Duration::ZERO);
         assert_eq!(clock.read(SECOND * 3), SECOND * 2);
         assert_eq!(clock.read(SECOND * 2), SECOND * 2);
         assert_eq!(clock.read(Duration::ZERO), SECOND * 2);
+    }
+
+    #[test]
+    fn it_is_not_read_again_for_a_moment() {
+        let began = now();
+        let clock = SuspendClock::new(began, SECOND);
+        assert_eq!(clock.at(began + FRESH / 2, || unreachable!("read a moment ago")), Duration::ZERO);
+        assert_eq!(clock.at(began + FRESH, || SECOND * 9), SECOND * 8);
+        assert_eq!(clock.at(began + FRESH, || unreachable!("read just now")), SECOND * 8);
     }
 
     #[test]

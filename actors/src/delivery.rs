@@ -27,6 +27,8 @@ pub use renewals::{ExtendError, Renewals};
 
 /// The right to hold one row. Dropping it forgets the row and then returns the permit.
 pub struct Slot {
+    key: WorkKey,
+    epoch: ClaimEpoch,
     lease: Arc<LeaseHandle>,
     in_flight: Arc<InFlight>,
     _permit: OwnedSemaphorePermit,
@@ -35,7 +37,7 @@ pub struct Slot {
 impl Drop for Slot {
     fn drop(&mut self) {
         self.lease.dispose();
-        self.in_flight.remove(&self.lease);
+        self.in_flight.remove(&self.key, &self.lease);
     }
 }
 
@@ -70,7 +72,13 @@ impl Delivery {
         debug_assert_eq!(permit.num_permits(), 1, "one row, one permit");
         let lease = LeaseHandle::new(&work, claim);
         let overlaps = in_flight.insert(Arc::clone(&lease));
-        let slot = Slot { lease, in_flight: Arc::clone(in_flight), _permit: permit };
+        let slot = Slot {
+            key: work.key,
+            epoch: work.epoch,
+            lease,
+            in_flight: Arc::clone(in_flight),
+            _permit: permit,
+        };
         Self { work, slot, overlaps, more_behind: false }
     }
 
@@ -163,12 +171,12 @@ pub struct Settlement {
 impl Settlement {
     /// Which row.
     pub fn key(&self) -> WorkKey {
-        self.slot.lease.key()
+        self.slot.key
     }
 
     /// The claim it settles.
     pub fn epoch(&self) -> ClaimEpoch {
-        self.slot.lease.epoch()
+        self.slot.epoch
     }
 
     /// What shall become of it.

@@ -87,15 +87,15 @@ impl InFlight {
         }
     }
 
-    pub(super) fn remove(&self, lease: &Arc<LeaseHandle>) {
+    pub(super) fn remove(&self, key: &WorkKey, lease: &Arc<LeaseHandle>) {
         let mut rows = lock(&self.rows);
-        let Some(claims) = rows.get_mut(&lease.key()) else { return };
+        let Some(claims) = rows.get_mut(key) else { return };
         if let Some(at) = claims.more.iter().position(|other| Arc::ptr_eq(other, lease)) {
             claims.more.swap_remove(at);
         } else if let Some(other) = claims.more.pop() {
             claims.first = other;
         } else {
-            rows.remove(&lease.key());
+            rows.remove(key);
         }
     }
 }

@@ -15,25 +15,26 @@ use tokio_util::sync::CancellationToken;
 
 use super::renewals::{ExtendError, Renewals};
 use crate::lock;
-use crate::policy::lease::{LeaseBudget, LeaseStep, LeaseWindow};
+use crate::policy::lease::{LeaseBudget, LeaseStep, LeaseTerms, LeaseWindow};
 use crate::work::{ClaimEpoch, ClaimedWork, OrderKey, WorkKey};
 
 /// What the leases of one claim have in common.
 #[derive(Debug)]
 pub struct Lease {
     sent_at: Instant,
+    terms: LeaseTerms,
     renewals: Arc<Renewals>,
 }
 
 impl Lease {
     /// Of a claim sent at `sent_at`, by the engine's clock.
     pub fn new(sent_at: Instant, renewals: &Arc<Renewals>) -> Arc<Self> {
-        Arc::new(Self { sent_at, renewals: Arc::clone(renewals) })
+        Arc::new(Self { sent_at, terms: renewals.terms(), renewals: Arc::clone(renewals) })
     }
 
     /// When something is to be done about its rows first.
     pub(crate) fn first_step(&self) -> Instant {
-        let terms = self.renewals.terms();
+        let terms = self.terms;
         match terms.step(terms.window(self.sent_at), terms.max_renewals > 0, self.sent_at) {
             LeaseStep::Wait { until } => until,
             LeaseStep::Renew { .. } | LeaseStep::Stop { .. } | LeaseStep::End => self.sent_at,
@@ -53,17 +54,20 @@ const QUEUED: u8 = 64;
 const LOST: u64 = u64::MAX;
 
 /// The lease of one row: shared by the row, by whoever watches deadlines, and by whoever renews.
+///
+/// Laid out so that what is touched for every row stands together: it goes from thread to thread with the row.
+#[repr(C)]
 pub struct LeaseHandle {
+    state: AtomicU8,
+    /// When the last confirmed renewal was sent, in nanoseconds since the claim was.
+    renewed: AtomicU64,
+    claim: Arc<Lease>,
+    cancel: OnceLock<CancellationToken>,
     key: WorkKey,
     epoch: ClaimEpoch,
     seq: i64,
     order: Option<OrderKey>,
-    claim: Arc<Lease>,
-    /// When the last confirmed renewal was sent, in nanoseconds since the claim was.
-    renewed: AtomicU64,
-    state: AtomicU8,
     budget: Mutex<LeaseBudget>,
-    cancel: OnceLock<CancellationToken>,
     ended: Notify,
 }
 
@@ -108,7 +112,7 @@ impl LeaseHandle {
         let sent_at = self.claim.sent_at;
         match self.renewed.load(Ordering::Acquire) {
             LOST => LeaseWindow::new(sent_at, Duration::ZERO, Duration::ZERO),
-            renewed => self.renewals().terms().window(sent_at + Duration::from_nanos(renewed)),
+            renewed => self.claim.terms.window(sent_at + Duration::from_nanos(renewed)),
         }
     }
 
@@ -260,19 +264,19 @@ impl LeaseHandle {
 
     /// What is to be done about it now.
     pub(crate) fn step(&self, now: Instant) -> LeaseStep {
-        let terms = self.renewals().terms();
+        let terms = self.claim.terms;
         let renewable = !self.was_cancelled() && !self.is_spent();
         terms.step(self.window(), renewable, now)
     }
 
     /// Whether it is to be renewed by now.
     pub(crate) fn is_due(&self, now: Instant) -> bool {
-        self.renewals().terms().is_due(self.window(), now)
+        self.claim.terms.is_due(self.window(), now)
     }
 
     /// Whether it was renewed as often as it may be.
     pub(super) fn is_spent(&self) -> bool {
-        lock(&self.budget).used() >= self.renewals().terms().max_renewals
+        lock(&self.budget).used() >= self.claim.terms.max_renewals
     }
 
     /// Whether it wants to be renewed: its handler runs and was not told to stop, or its result is still to be written.
@@ -286,7 +290,7 @@ impl LeaseHandle {
         if self.is_over() || self.is_lost() {
             return Err(ExtendError::Lost);
         }
-        let cap = self.renewals().terms().max_renewals;
+        let cap = self.claim.terms.max_renewals;
         if lock(&self.budget).reserve(cap) {
             Ok(Reservation(Arc::clone(self)))
         } else {

@@ -8,6 +8,7 @@ mod fake;
 mod fake_direct;
 mod fake_peers;
 mod probe;
+mod renewal_rig;
 mod rig;
 mod table;
 
@@ -16,6 +17,7 @@ pub use fake::{Call, FakeStore, Op, Reply};
 pub use fake_direct::{DirectOp, FakeDirect};
 pub use fake_peers::{FakeDeathWatch, FakeSweep};
 pub use probe::{ProbeActor, TestProbe, runner};
+pub use renewal_rig::RenewalRig;
 pub use rig::{
     ClaimRig, DispatchRig, HeartbeatRig, SettleRig, deliver, deliver_under, engine_parts, identity,
 };
