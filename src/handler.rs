@@ -12,8 +12,10 @@ use bytes::Bytes;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use serde::de::DeserializeOwned;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
+use workpump_actors::delivery::ExtendError;
 use workpump_actors::runner::{Failure, Job, Runner};
 use workpump_actors::standing::Untrusted;
 use workpump_actors::work::FailureReason;
@@ -186,6 +188,19 @@ impl Context<'_> {
     /// heartbeat.
     pub fn trusted_until(&self) -> Option<std::time::Instant> {
         self.job.trust.until()
+    }
+
+    /// When this handler is told to stop, unless its lease is renewed before: by itself at 0.8 of the lease, as often as
+    /// `lease_renewal.max_renewals_per_work` allows, or by [`Context::extend`].
+    pub fn deadline(&self) -> Instant {
+        self.job.lease.deadline()
+    }
+
+    /// Has the lease renewed now and returns the new deadline, as the database has confirmed it. Uses up one of the renewals.
+    ///
+    /// Handlers are renewed by themselves; this is for one that wants to be sure before it begins something long.
+    pub async fn extend(&self) -> Result<Instant, ExtendError> {
+        self.job.lease.extend().await
     }
 
     /// Fires when the lease is about to end or is lost. From then on nothing this handler reports counts.

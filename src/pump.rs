@@ -24,6 +24,7 @@ use crate::handler::{Handler, Handlers, Publisher, PublisherRunner};
 use crate::pg::direct_session::PgDirectConnector;
 use crate::pg::instance_store::PgInstanceStore;
 use crate::pg::migrate::migrate_on;
+use crate::pg::renewal_store::PgRenewalStore;
 use crate::pg::schema_name::SchemaName;
 use crate::pg::session::Session;
 use crate::pg::work_store::PgWorkStore;
@@ -155,7 +156,8 @@ impl Builder {
             identity,
             work,
             direct: Some(Arc::new(PgDirectConnector::new(&schema, direct.clone(), io.handle()))),
-            instances: Arc::new(PgInstanceStore::new(&schema, direct, pooled)),
+            instances: Arc::new(PgInstanceStore::new(&schema, direct.clone(), pooled.clone())),
+            renewals: Arc::new(PgRenewalStore::new(&schema, direct, pooled)),
             runners: self.runners,
             handlers: handlers.handle(),
             users: self.users,

@@ -13,7 +13,8 @@ use uuid::Uuid;
 use workpump_actors::instance::{InstanceId, InstanceIdentity};
 use workpump_actors::options::Options;
 use workpump_actors::port::{
-    Beat, BeatAnswer, ClaimRequest, Claimed, InstanceStore, PortFuture, SettleItem, Settled, WorkStore,
+    Beat, BeatAnswer, ClaimRequest, Claimed, InstanceStore, PortFuture, Renewal, RenewalStore, SettleItem,
+    Settled, WorkStore,
 };
 use workpump_actors::runner::{Failure, Job, Runner};
 use workpump_actors::testing::claimed;
@@ -66,6 +67,17 @@ impl InstanceStore for Mill {
 
     fn deregister(&self, _: InstanceId) -> PortFuture<'_, ()> {
         Box::pin(async { Ok(()) })
+    }
+}
+
+impl RenewalStore for Mill {
+    fn renew(
+        &self,
+        _: InstanceId,
+        items: Vec<(WorkKey, ClaimEpoch)>,
+        _: Duration,
+    ) -> PortFuture<'_, Vec<Renewal>> {
+        Box::pin(async move { Ok(vec![Renewal::Renewed; items.len()]) })
     }
 }
 
@@ -132,6 +144,7 @@ fn measure(name: &str, rows: usize, streams: usize, runner: Trivial) {
             work: Arc::clone(&mill) as _,
             instances: Arc::clone(&mill) as _,
             direct: None,
+            renewals: Arc::clone(&mill) as _,
             runners: vec![(Category::Inbox, Arc::new(runner))],
             handlers: handlers.handle().clone(),
             users: workpump_actors::registry::Group::new("users"),

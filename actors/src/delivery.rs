@@ -4,146 +4,47 @@
 //! the reason. The failures this prevents: leasing more than can be run, capacity that leaks away with every panic, and a row that is
 //! settled twice.
 
-use std::collections::HashMap;
+mod batch;
+mod in_flight;
+mod lease;
+mod renewals;
+
 use std::fmt;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use tokio::sync::OwnedSemaphorePermit;
-use tokio_util::sync::CancellationToken;
 
 use crate::instance::InstanceId;
-use crate::lock;
 use crate::policy::lease::LeaseWindow;
 use crate::port::{SettleItem, Verdict};
 use crate::runner::Job;
 use crate::standing::Trust;
 use crate::work::{Category, ClaimEpoch, ClaimedWork, OrderKey, WorkKey};
 
-/// Every claim that somebody in this process still holds.
-///
-/// One row can be held under two epochs: its lease ran out while its handler went on, and it was claimed here again.
-#[derive(Debug, Default)]
-pub struct InFlight {
-    rows: Mutex<HashMap<WorkKey, Epochs>>,
-}
-
-#[derive(Debug)]
-struct Epochs {
-    first: ClaimEpoch,
-    more: Vec<ClaimEpoch>,
-}
-
-impl InFlight {
-    /// Everything held now.
-    pub fn held(&self) -> Vec<(WorkKey, ClaimEpoch)> {
-        let rows = lock(&self.rows);
-        let mut held = Vec::with_capacity(rows.len());
-        for (key, epochs) in rows.iter() {
-            held.push((*key, epochs.first));
-            held.extend(epochs.more.iter().map(|epoch| (*key, *epoch)));
-        }
-        held
-    }
-
-    /// How many rows are held.
-    pub fn len(&self) -> usize {
-        lock(&self.rows).len()
-    }
-
-    /// Whether nothing is held.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Whether this row is held under more than one epoch.
-    pub(crate) fn overlaps(&self, key: &WorkKey) -> bool {
-        lock(&self.rows).get(key).is_some_and(|epochs| !epochs.more.is_empty())
-    }
-
-    fn insert(&self, key: WorkKey, epoch: ClaimEpoch) -> bool {
-        use std::collections::hash_map::Entry;
-        match lock(&self.rows).entry(key) {
-            Entry::Vacant(entry) => {
-                entry.insert(Epochs { first: epoch, more: Vec::new() });
-                false
-            }
-            Entry::Occupied(mut entry) => {
-                entry.get_mut().more.push(epoch);
-                true
-            }
-        }
-    }
-
-    fn remove(&self, key: WorkKey, epoch: ClaimEpoch) {
-        let mut rows = lock(&self.rows);
-        let Some(epochs) = rows.get_mut(&key) else { return };
-        if let Some(at) = epochs.more.iter().position(|other| *other == epoch) {
-            epochs.more.swap_remove(at);
-        } else if let Some(other) = epochs.more.pop() {
-            epochs.first = other;
-        } else {
-            rows.remove(&key);
-        }
-    }
-}
+pub use in_flight::InFlight;
+pub use lease::{Lease, LeaseHandle, Reservation};
+pub(crate) use renewals::RenewalFlush;
+pub use renewals::{ExtendError, Renewals};
 
 /// The right to hold one row. Dropping it forgets the row and then returns the permit.
 pub struct Slot {
     key: WorkKey,
     epoch: ClaimEpoch,
+    lease: Arc<LeaseHandle>,
     in_flight: Arc<InFlight>,
     _permit: OwnedSemaphorePermit,
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        self.in_flight.remove(self.key, self.epoch);
+        self.lease.dispose();
+        self.in_flight.remove(&self.key, &self.lease);
     }
 }
 
 impl fmt::Debug for Slot {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Slot").field("key", &self.key).field("epoch", &self.epoch).finish_non_exhaustive()
-    }
-}
-
-/// The lease that the rows of one claim share.
-#[derive(Debug)]
-pub struct Lease {
-    window: LeaseWindow,
-    cancel: CancellationToken,
-    ended: CancellationToken,
-    running: AtomicU32,
-}
-
-impl Lease {
-    /// A lease of this length.
-    pub fn new(window: LeaseWindow) -> Arc<Self> {
-        Arc::new(Self {
-            window,
-            cancel: CancellationToken::new(),
-            ended: CancellationToken::new(),
-            running: AtomicU32::new(0),
-        })
-    }
-
-    /// When it ends.
-    pub fn window(&self) -> LeaseWindow {
-        self.window
-    }
-
-    /// Tells every handler under this lease to stop. Returns how many are running.
-    pub(crate) fn cancel(&self) -> u32 {
-        self.cancel.cancel();
-        self.running.load(Ordering::Relaxed)
-    }
-}
-
-impl Lease {
-    /// Ends every waiting handler under this lease: its result would be fenced.
-    pub(crate) fn end(&self) {
-        self.ended.cancel();
+        f.debug_struct("Slot").field("lease", &self.lease).finish_non_exhaustive()
     }
 }
 
@@ -153,7 +54,6 @@ impl Lease {
 pub struct Delivery {
     work: ClaimedWork,
     slot: Slot,
-    lease: Arc<Lease>,
     overlaps: bool,
     more_behind: bool,
 }
@@ -168,13 +68,19 @@ impl Delivery {
         work: ClaimedWork,
         permit: OwnedSemaphorePermit,
         in_flight: &Arc<InFlight>,
-        lease: &Arc<Lease>,
+        claim: &Arc<Lease>,
     ) -> Self {
         debug_assert_eq!(permit.num_permits(), 1, "one row, one permit");
-        let overlaps = in_flight.insert(work.key, work.epoch);
-        let slot =
-            Slot { key: work.key, epoch: work.epoch, in_flight: Arc::clone(in_flight), _permit: permit };
-        Self { work, slot, lease: Arc::clone(lease), overlaps, more_behind: false }
+        let lease = LeaseHandle::new(&work, claim);
+        let overlaps = in_flight.insert(Arc::clone(&lease));
+        let slot = Slot {
+            key: work.key,
+            epoch: work.epoch,
+            lease,
+            in_flight: Arc::clone(in_flight),
+            _permit: permit,
+        };
+        Self { work, slot, overlaps, more_behind: false }
     }
 
     /// The row.
@@ -188,8 +94,8 @@ impl Delivery {
     }
 
     /// Its lease.
-    pub fn lease(&self) -> &Arc<Lease> {
-        &self.lease
+    pub fn lease(&self) -> &Arc<LeaseHandle> {
+        &self.slot.lease
     }
 
     /// Whether an older claim of the same row was still held here when this one arrived.
@@ -204,38 +110,26 @@ impl Delivery {
 
     /// Ends it without running it.
     pub fn settle(self, verdict: Verdict) -> Settlement {
-        Settlement {
-            key: self.work.key,
-            epoch: self.work.epoch,
-            verdict,
-            window: self.lease.window,
-            more_behind: self.more_behind,
-            slot: self.slot,
+        // What goes back is not kept: it may be anybody's from now on.
+        if verdict == Verdict::Release {
+            self.slot.lease.give_back()
+        } else {
+            self.slot.lease.finish()
         }
+        Settlement { verdict, more_behind: self.more_behind, slot: self.slot }
     }
 
     /// Starts it: the handler's part and the part that will settle it.
     pub(crate) fn start(self, instance: InstanceId, trust: Trust) -> (Job, Running) {
-        self.lease.running.fetch_add(1, Ordering::Relaxed);
+        let lease = Arc::clone(&self.slot.lease);
+        let cancel = lease.start();
         let running = Running {
             category: self.work.key.category,
             attempts: self.work.attempts,
             more_behind: self.more_behind,
             slot: self.slot,
-            lease: RunningLease(self.lease),
         };
-        let cancel = running.lease.0.cancel.child_token();
-        (Job { work: self.work, instance, cancel, trust }, running)
-    }
-}
-
-/// Counts one running handler under its lease, however it ends.
-#[derive(Debug)]
-struct RunningLease(Arc<Lease>);
-
-impl Drop for RunningLease {
-    fn drop(&mut self) {
-        self.0.running.fetch_sub(1, Ordering::Relaxed);
+        (Job { work: self.work, instance, cancel, lease, trust }, running)
     }
 }
 
@@ -247,35 +141,22 @@ pub(crate) struct Running {
     pub(crate) attempts: u32,
     more_behind: bool,
     slot: Slot,
-    lease: RunningLease,
 }
 
 impl Running {
-    /// The window it must finish in.
-    pub(crate) fn window(&self) -> LeaseWindow {
-        self.lease.0.window
-    }
-
-    /// Fires when its lease has ended.
-    pub(crate) fn lease_ended(&self) -> &CancellationToken {
-        &self.lease.0.ended
-    }
-
-    /// Whether its handler was told to stop.
-    pub(crate) fn was_cancelled(&self) -> bool {
-        self.lease.0.cancel.is_cancelled()
+    /// Its lease.
+    pub(crate) fn lease(&self) -> &Arc<LeaseHandle> {
+        &self.slot.lease
     }
 
     /// Ends it.
     pub(crate) fn settle(self, verdict: Verdict) -> Settlement {
-        Settlement {
-            key: self.slot.key,
-            epoch: self.slot.epoch,
-            verdict,
-            window: self.lease.0.window,
-            more_behind: self.more_behind,
-            slot: self.slot,
+        if verdict == Verdict::Release {
+            self.slot.lease.give_back()
+        } else {
+            self.slot.lease.finish()
         }
+        Settlement { verdict, more_behind: self.more_behind, slot: self.slot }
     }
 }
 
@@ -283,24 +164,20 @@ impl Running {
 #[must_use = "a settlement that is dropped is not written"]
 #[derive(Debug)]
 pub struct Settlement {
-    key: WorkKey,
-    epoch: ClaimEpoch,
     verdict: Verdict,
-    window: LeaseWindow,
     more_behind: bool,
-    #[expect(dead_code, reason = "held only to be dropped with the settlement")]
     slot: Slot,
 }
 
 impl Settlement {
     /// Which row.
     pub fn key(&self) -> WorkKey {
-        self.key
+        self.slot.key
     }
 
     /// The claim it settles.
     pub fn epoch(&self) -> ClaimEpoch {
-        self.epoch
+        self.slot.epoch
     }
 
     /// What shall become of it.
@@ -308,14 +185,14 @@ impl Settlement {
         &self.verdict
     }
 
-    /// The lease it was worked under.
+    /// The lease it was worked under, as it stands now.
     pub fn window(&self) -> LeaseWindow {
-        self.window
+        self.slot.lease.window()
     }
 
     /// As the store wants it.
     pub fn item(&self) -> SettleItem {
-        SettleItem { key: self.key, epoch: self.epoch, verdict: self.verdict.clone() }
+        SettleItem { key: self.key(), epoch: self.epoch(), verdict: self.verdict.clone() }
     }
 
     /// Whether writing it makes a row claimable at once: this one, or the next of its stream.

@@ -7,7 +7,8 @@
 //! | [`work`], [`instance`], [`options`] | what a row, an instance and a knob are |
 //! | [`port`], [`runner`] | what the engine needs from a database and from user code |
 //! | [`policy`] | pure decisions: when to poll, when to beat, when to flush, what a failure means |
-//! | [`delivery`] | one row in flight with its permit and its lease |
+//! | `clock` | the clock that leases are timed by: it counts suspend |
+//! | [`delivery`] | one row in flight with its permit and its lease, and the renewals that were asked for |
 //! | [`message`] | the whole vocabulary of the actors |
 //! | [`standing`] | what is known about the instance, for every incarnation of every actor |
 //! | `lane` | runs rows on the handler runtime, one at a time per order key |
@@ -30,6 +31,7 @@ pub mod delivery;
 pub mod message;
 pub mod standing;
 
+mod clock;
 mod lane;
 
 pub mod actor;

@@ -9,8 +9,9 @@ use std::time::Instant;
 use actix::prelude::*;
 use serde::Serialize;
 
-use crate::delivery::{Delivery, Settlement};
+use crate::delivery::{Delivery, ExtendError, Settlement};
 use crate::instance::{AliveLock, Gate, InstanceId};
+use crate::work::{ClaimEpoch, WorkKey};
 
 /// Work may have become claimable: claim now, at any depth of backoff. Many of them are as good as one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Message)]
@@ -97,6 +98,20 @@ pub struct HandBack {
 pub struct Settle {
     /// The results, each with the permit that returns once it is written.
     pub settlements: Vec<Settlement>,
+}
+
+/// Renew the lease of this row, at the cost of one of its renewals; the rest of its run with it.
+///
+/// The answer is the new deadline by the runtime's clock: when a handler of this claim is told to stop. It comes when the database has
+/// answered; while too many renewals wait, it takes longer. A claim that nobody here holds is renewed by its epoch, which the database
+/// checks: no other claim is ever touched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
+#[rtype(result = "Result<tokio::time::Instant, ExtendError>")]
+pub struct ExtendLease {
+    /// Which row.
+    pub key: WorkKey,
+    /// Under which claim.
+    pub epoch: ClaimEpoch,
 }
 
 /// Beat now, whatever the cadence says.

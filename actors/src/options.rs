@@ -115,22 +115,25 @@ impl Default for HeartbeatOptions {
     }
 }
 
-/// How leases are renewed and where that ends. So far only `lease_grace_seconds` is in force: the actor that renews comes with a later
-/// release, and a handler has the lease minus the grace until then.
+/// How leases are renewed and where that ends. A lease is renewed at 0.8 of its length while its handler runs, and with it the leases of
+/// the rows that wait behind it in its stream; a handler that runs longer than all its renewals is told to stop. At the defaults that is
+/// after 28.5 minutes: six times 240 s, and 270 s.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LeaseRenewalOptions {
-    /// Renewals per statement at most. Default 200. At least 1.
+    /// Renewals per statement at most. Default 200. At least 1. The rows of one stream's run are never divided: a longer run goes by itself,
+    /// up to 1 000 rows.
     pub max_batch_size: usize,
-    /// Milliseconds to wait for more renewals after the first. Default 200. 0: no waiting.
+    /// Milliseconds to wait for more renewals after the first. Default 200. 0: no waiting. Keep it well below a tenth of the lease.
     pub coalesce_window_milliseconds: u64,
     /// Renewals that end the wait at once. Default 100. 0: as 1.
     pub immediate_flush_threshold: usize,
-    /// Renewals that may wait. Default 5 000. At least the batch size; a full channel makes the sender wait.
+    /// Requests for renewal that may wait. Default 5 000. At least the batch size; whoever asks for more waits for room.
     pub channel_capacity: usize,
     /// Seconds before the end of a lease at which its handler is told to stop. Default 30. Must be below the lease.
     pub lease_grace_seconds: u32,
-    /// Renewals per claim at most. Default 6. 0: never renew. Then the lease ends, and the row is issued again.
+    /// Renewals per claimed row at most. Default 6. 0: never renew. A handler that is not done by then is told to stop at its deadline, the
+    /// lease ends, and the row is issued again with one more attempt. Higher lets handlers run longer, and a hung one hold up its stream.
     pub max_renewals_per_work: u32,
 }
 

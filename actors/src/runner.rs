@@ -1,11 +1,13 @@
 //! What the engine needs from user code: bytes in, verdict out. No types, no database.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use tokio_util::sync::CancellationToken;
 
+use crate::delivery::LeaseHandle;
 use crate::instance::InstanceId;
 use crate::standing::Trust;
 use crate::work::{ClaimedWork, FailureReason};
@@ -21,6 +23,8 @@ pub struct Job {
     pub cancel: CancellationToken,
     /// Proves that the instance is still a member, when something is about to be done that the database cannot undo.
     pub trust: Trust,
+    /// The lease: how long it lasts, and a way to have it renewed before it would be by itself.
+    pub lease: Arc<LeaseHandle>,
 }
 
 /// Why an attempt failed.

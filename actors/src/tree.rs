@@ -2,13 +2,13 @@
 //!
 //! ```text
 //! workpump
-//! ├── vital   warden, notify_gate, heartbeat   on the vital thread
-//! ├── users   whatever users supervise         contained: when it is given up, the pump goes on, and is not ready
-//! └── work    settle, dispatch, claim          on the work thread
+//! ├── vital   lease_renewal, warden, notify_gate, heartbeat   on the vital thread
+//! ├── users   whatever users supervise                        contained: when it is given up, the pump goes on, and is not ready
+//! └── work    settle, dispatch, claim                         on the work thread
 //! ```
 //!
 //! The rule: they start in this order, and a drain goes the other way, so that claiming stops first, the last result is written before
-//! the instance leaves, and beating ends last. An actor that dies is replaced, and what must outlive it lives outside of it; one that
+//! the instance leaves, and renewing and beating end last. An actor that dies is replaced, and what must outlive it lives outside of it; one that
 //! dies too often ends the engine, after a drain of what can still be drained. The failures this prevents: rows claimed with nobody to
 //! run them, results with nobody to write them, and leases handed back while a result is still on its way.
 
@@ -27,8 +27,7 @@ use crate::actor::warden::CatchUp;
 use crate::instance::{AliveLock, Gate, InstanceId, InstanceIdentity};
 use crate::message::{Account, Drain, GateChanged, Observe, RequestImmediatePoll};
 use crate::options::{Options, OptionsError};
-use crate::policy::trust::TrustRule;
-use crate::port::{DirectConnector, InstanceStore, WorkStore};
+use crate::port::{DirectConnector, InstanceStore, RenewalStore, WorkStore};
 use crate::registry::{GaveUp, Group, Host, Name, Registry, StartFailed};
 use crate::runner::Runner;
 use crate::work::Category;
@@ -51,6 +50,8 @@ pub struct EngineParts {
     pub instances: Arc<dyn InstanceStore>,
     /// Opens the direct session. `None`: there is none, and beats alone show that the instance is alive.
     pub direct: Option<Arc<dyn DirectConnector>>,
+    /// Keeps leases.
+    pub renewals: Arc<dyn RenewalStore>,
     /// Who runs what; the last one given for a category counts. Only categories named here are claimed.
     pub runners: Vec<(Category, Arc<dyn Runner>)>,
     /// The runtime on which runners run.
@@ -103,18 +104,19 @@ impl Engine {
             host.close().await;
             return Err(error.into());
         }
-        let rule = TrustRule::new(parts.options.liveness.grace());
-        let lives = Lives::new(parts.identity.clone(), rule);
+        let lives = Lives::new(parts.identity.clone(), &parts.options);
         let (start_deadline, mut parts) = (parts.start_deadline, parts);
         let users = std::mem::replace(&mut parts.users, Group::new("users"));
         let drain_deadline = Duration::from_secs(parts.options.dispatch.drain_deadline_seconds.into());
         let specs = Specs::new(parts, Arc::clone(&lives));
-        let (notify_gate, heartbeat) = (specs.notify_gate.addr(), specs.heartbeat.addr());
+        let (lease_renewal, notify_gate) = (specs.lease_renewal.addr(), specs.notify_gate.addr());
+        let heartbeat = specs.heartbeat.addr();
         let (settle, dispatch, claim) = (specs.settle.addr(), specs.dispatch.addr(), specs.claim.addr());
         let in_order: Vec<(Name, Recipient<Drain>)> = vec![
             ("claim".into(), claim.clone().recipient()),
             ("dispatch".into(), dispatch.clone().recipient()),
             ("settle".into(), settle.clone().recipient()),
+            ("lease_renewal".into(), lease_renewal.clone().recipient()),
             ("heartbeat".into(), heartbeat.clone().recipient()),
             // The lock goes when the instance has left.
             ("notify_gate".into(), notify_gate.clone().recipient()),
@@ -126,6 +128,7 @@ impl Engine {
             let _ = warden.send(CatchUp).await;
         }
         let observed = vec![
+            lease_renewal.recipient(),
             notify_gate.recipient(),
             heartbeat.recipient(),
             settle.recipient(),

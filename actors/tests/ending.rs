@@ -121,8 +121,8 @@ fn a_user_actor_that_dies_too_often_takes_readiness_with_it_and_nothing_else() {
             let children = engine.registry().children();
             children.into_iter().find(|child| child.name == name).map(|child| child.restarts)
         };
-        let pump = ["warden", "heartbeat", "settle", "dispatch", "claim"];
-        assert_eq!(pump.map(restarts), [Some(0); 5]);
+        let pump = ["lease_renewal", "warden", "heartbeat", "settle", "dispatch", "claim"];
+        assert_eq!(pump.map(restarts), [Some(0); 6]);
         assert!(engine.drain().await.deregistered);
     });
 }

@@ -26,7 +26,6 @@ pub(crate) mod kept_session;
 pub(crate) mod limits;
 pub(crate) mod migrate;
 pub(crate) mod pool;
-#[cfg_attr(not(test), expect(dead_code, reason = "the actor that renews is not in the tree yet"))]
 pub(crate) mod renewal_store;
 pub(crate) mod row;
 pub(crate) mod schema_name;

@@ -14,7 +14,7 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use crate::delivery::InFlight;
+use crate::delivery::{InFlight, Renewals};
 use crate::instance::{Gate, InstanceId};
 use crate::message::{BeatNow, Dispatch, Evicted, HandBack, ProbeNow};
 use crate::options::Options;
@@ -39,6 +39,8 @@ pub struct ClaimParts {
     pub permits: Arc<Semaphore>,
     /// What is held in this process.
     pub in_flight: Arc<InFlight>,
+    /// What its leases are made of.
+    pub renewals: Arc<Renewals>,
     /// What is known about this instance.
     pub standing: Arc<Standing>,
     /// Runs rows.

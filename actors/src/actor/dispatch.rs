@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use actix::prelude::*;
 
-use crate::delivery::Settlement;
-use crate::lane::{Crew, DrainBegan, Mode};
+use crate::delivery::{Renewals, Settlement};
+use crate::lane::{Crew, DrainBegan, Looked, Mode};
 use crate::message::{
     Account, Dispatch, Drain, Drained, Evicted, Fence, HandBack, Observe, ProbeNow, Settle, Unfence,
 };
@@ -27,6 +27,10 @@ const ROUND: Duration = Duration::from_millis(5);
 /// How often parked rows are looked at.
 const PARKED_ROUND: Duration = Duration::from_millis(250);
 
+/// How often leases are looked at, at least, while there are any: the time a resume after a suspend may go unnoticed, and the notice that
+/// the handler of a lost lease gets before it is dropped.
+const GLANCE: Duration = Duration::from_secs(1);
+
 /// How long before the end of a drain handlers are told to stop, at most.
 const LAST_CALL: Duration = Duration::from_secs(2);
 
@@ -37,6 +41,8 @@ pub struct DispatchParts {
     pub(crate) crew: Arc<Crew>,
     /// What is known about this instance.
     pub standing: Arc<Standing>,
+    /// Where renewals are asked for.
+    pub renewals: Arc<Renewals>,
     /// Writes results.
     pub settle: Recipient<Settle>,
     /// Brings the proof without which nothing may start.
@@ -62,12 +68,15 @@ struct Fetch;
 pub struct DispatchActor {
     crew: Arc<Crew>,
     standing: Arc<Standing>,
+    renewals: Arc<Renewals>,
     settle: Recipient<Settle>,
     probe: Recipient<ProbeNow>,
     on_fence: OnFence,
     drain_deadline: Duration,
     deadline: Alarm,
     deadline_at: Option<std::time::Instant>,
+    /// Leases lost so far, as far as this actor knows.
+    lost: u64,
     round: Alarm,
     health: Health,
 }
@@ -95,12 +104,14 @@ impl DispatchActor {
         Self {
             crew: parts.crew,
             standing: parts.standing,
+            renewals: parts.renewals,
             settle: parts.settle,
             probe: parts.probe,
             on_fence: parts.on_fence,
             drain_deadline: parts.drain_deadline,
             deadline: Alarm::default(),
             deadline_at: None,
+            lost: 0,
             round: Alarm::default(),
             health: Health::default(),
         }
@@ -186,30 +197,47 @@ impl DispatchActor {
         });
     }
 
+    /// Sets the alarm for whatever is next to be done about a lease. It also rings now and then while there are leases at all: a timer
+    /// stands still while the machine is suspended.
     fn watch_next(&mut self, ctx: &mut Context<Self>) {
-        let next = self.crew.leases().next();
-        if next == self.deadline_at {
+        let Some(next) = self.crew.leases().next() else {
+            self.deadline_at = None;
+            return self.deadline.clear(ctx);
+        };
+        let now = now();
+        let next = next.min(now + GLANCE);
+        if self.deadline_at.is_some_and(|set| set <= next) {
             return;
         }
-        self.deadline_at = next;
-        let Some(next) = next else { return self.deadline.clear(ctx) };
-        self.deadline.set(ctx, next.saturating_duration_since(now()), |act, ctx| {
+        self.deadline_at = Some(next);
+        self.deadline.set(ctx, next.saturating_duration_since(now), |act, ctx| {
             act.deadline.rang();
             act.deadline_at = None;
-            act.enforce_deadlines();
+            act.look_at_leases();
             act.watch_next(ctx);
         });
     }
 
-    /// Tells handlers whose lease is about to end to stop, hands back rows that were not started in time, and ends what went on waiting
-    /// until its lease had ended.
-    fn enforce_deadlines(&mut self) {
-        let running = self.crew.leases().enforce_deadlines(now());
-        self.crew.counters.cancelled.add(running.into());
-        self.crew.sweep_expired();
-        self.crew.leases().end_leases(now());
-        if running > 0 {
-            tracing::warn!(running, "handlers reached the end of their lease and were told to stop");
+    /// Asks for renewals that are due, tells handlers whose lease is about to end to stop, hands back rows that were not started in time,
+    /// and ends what went on waiting until its lease had ended or was lost.
+    fn look_at_leases(&mut self) {
+        let now = now();
+        let lost = self.renewals.counters().lost;
+        let newly_lost = std::mem::replace(&mut self.lost, lost) != lost;
+        if newly_lost {
+            self.crew.leases().expect_lost(now);
+        }
+        let Looked { due, late, stopped } = self.crew.leases().look(now);
+        self.renewals.offer(due);
+        self.crew.counters.cancelled.add(stopped.into());
+        if late > 0 || newly_lost {
+            self.crew.sweep_expired();
+        }
+        if stopped > 0 {
+            tracing::warn!(
+                handlers = stopped,
+                "handlers reached the end of their lease and were told to stop"
+            );
         }
     }
 
@@ -365,6 +393,7 @@ impl Handler<Observe> for DispatchActor {
                 ("expired_unstarted", counters.expired.get()),
                 ("abandoned", counters.abandoned.get()),
                 ("aborted_at_lease_end", counters.aborted.get()),
+                ("lost_while_running", counters.lost.get()),
                 ("overlapping", counters.overlapping.get()),
                 ("discarded_results", self.crew.desk().discarded()),
             ],

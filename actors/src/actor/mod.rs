@@ -21,6 +21,7 @@
 pub mod claim;
 pub mod dispatch;
 pub mod heartbeat;
+pub mod lease_renewal;
 pub mod notify_gate;
 pub mod settle;
 pub mod warden;
@@ -36,9 +37,9 @@ use tokio::time::Instant;
 
 use crate::message::Account;
 
-/// Now, as the policies count it: the runtime's clock, which tests can drive.
+/// Now, as the policies count it: the runtime's clock, which tests can drive, and the time the machine was suspended.
 pub(crate) fn now() -> std::time::Instant {
-    Instant::now().into_std()
+    crate::clock::now()
 }
 
 /// One alarm of an actor.

@@ -317,7 +317,8 @@ impl Handler<Drain> for SettleActor {
         } else {
             self.step(ctx);
         }
-        let finished = async move { tokio::time::timeout_at(end.into(), done).await };
+        let patience = end.saturating_duration_since(now());
+        let finished = async move { tokio::time::timeout(patience, done).await };
         Box::pin(finished.into_actor(self).map(move |_, act, ctx| {
             let (settled, unsettled) = act.parts.backlog.end_drain();
             act.alarm.clear(ctx);

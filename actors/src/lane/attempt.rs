@@ -10,9 +10,8 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use futures_util::future::BoxFuture;
-use tokio_util::sync::CancellationToken;
 
-use crate::delivery::Running;
+use crate::delivery::{LeaseHandle, Running};
 use crate::runner::{Failure, Job, Runner};
 
 /// What user code answered.
@@ -75,15 +74,17 @@ impl Attempt {
         Self { call, rows: Rows::Many(running) }
     }
 
-    /// Fires when the last lease among its rows has ended.
-    pub(crate) fn lease_ended(&self) -> Option<CancellationToken> {
-        let last = match &self.rows {
-            Rows::One(running) => Some(running),
-            Rows::Many(rows) => {
-                rows.iter().map(|(_, running)| running).max_by_key(|running| running.window().end())
-            }
+    /// Resolves when the last lease among its rows has ended.
+    pub(crate) fn leases_ended(&self) -> impl Future<Output = ()> + use<> {
+        let leases: Vec<Arc<LeaseHandle>> = match &self.rows {
+            Rows::One(running) => vec![Arc::clone(running.lease())],
+            Rows::Many(rows) => rows.iter().map(|(_, running)| Arc::clone(running.lease())).collect(),
         };
-        last.map(|running| running.lease_ended().clone())
+        async move {
+            for lease in leases {
+                lease.ended().await;
+            }
+        }
     }
 
     /// An attempt that nobody can make.

@@ -15,13 +15,13 @@ use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-use crate::actor::now;
+use crate::clock;
 use crate::delivery::{Delivery, InFlight, Running};
 use crate::instance::InstanceId;
 use crate::lock;
 use crate::policy::retry::RetryPolicy;
 use crate::port::Verdict;
-use crate::runner::{Failure, Runner};
+use crate::runner::{Failure, Job, Runner};
 use crate::standing::Trust;
 use crate::work::{Category, FailureReason};
 
@@ -50,7 +50,12 @@ pub(crate) enum Mode {
 )]
 pub(crate) enum Admission {
     /// Yes.
-    Run(Delivery),
+    Run {
+        /// The row.
+        delivery: Delivery,
+        /// Its lease is to be renewed by now, and nobody has asked for that.
+        due: bool,
+    },
     /// No: it was settled without being run.
     Settled,
     /// No: its deadline has passed. It was handed back, and the rows behind it must not run either.
@@ -87,6 +92,8 @@ pub(crate) struct Counters {
     pub(crate) abandoned: Counter,
     /// Ended with their lease.
     pub(crate) aborted: Counter,
+    /// Finished after their lease was lost: not written.
+    pub(crate) lost: Counter,
     pub(crate) overlapping: Counter,
     /// Rows taken in hand to be run.
     pub(crate) accepted: Counter,
@@ -156,6 +163,7 @@ impl Crew {
             let limit = runner.max_batch().max(1);
             runners[category as usize] = Some((runner, limit));
         }
+        let leases = LeaseBook::new(Arc::clone(&parts.in_flight));
         Arc::new(Self {
             instance: parts.instance,
             trust: parts.trust,
@@ -170,7 +178,7 @@ impl Crew {
             in_hand: AtomicUsize::new(0),
             idle: Notify::new(),
             desk: Desk::default(),
-            leases: LeaseBook::default(),
+            leases,
             drain_began: OnceLock::new(),
             drain_end: OnceLock::new(),
             tasks: Mutex::default(),
@@ -182,14 +190,9 @@ impl Crew {
         self.instance
     }
 
-    /// For handlers.
-    pub(crate) fn trust(&self) -> Trust {
-        self.trust.clone()
-    }
-
     /// Whether a row may start now as far as trust goes. Asked before each start: a process that was stopped finds out here.
     pub(crate) fn is_trusted(&self) -> bool {
-        self.trust.standing().is_trusted(now())
+        self.trust.standing().is_trusted(clock::now())
     }
 
     /// Starts nothing more, unless trust was proven meanwhile, and calls for whoever can see to it.
@@ -267,15 +270,17 @@ impl Crew {
     }
 
     pub(crate) fn may_start(delivery: &Delivery) -> bool {
-        delivery.lease().window().may_start(Instant::now().into_std())
+        delivery.lease().window().may_start(clock::now())
     }
 
     /// Whether this row may start now.
     pub(crate) fn admit(&self, delivery: Delivery) -> Admission {
-        if !Self::may_start(&delivery) {
+        let now = clock::now();
+        if !delivery.lease().window().may_start(now) {
             self.give_back([delivery]);
             return Admission::Expired;
         }
+        let due = delivery.lease().is_due(now);
         match self.retry.before_run(delivery.work().attempts, delivery.work().crash_count) {
             Some(verdict) => {
                 self.counters.dead_lettered.add(1);
@@ -283,13 +288,32 @@ impl Crew {
                 self.done(1);
                 Admission::Settled
             }
-            None => Admission::Run(delivery),
+            None => Admission::Run { delivery, due },
         }
+    }
+
+    /// Starts a row. One that is due for renewal already asks for it at once: only what has started is watched for that.
+    pub(crate) fn begin(&self, delivery: Delivery, due: bool) -> (Job, Running) {
+        let (job, running) = delivery.start(self.instance, self.trust.clone());
+        if due {
+            let lease = running.lease();
+            lease.renewals().offer([Arc::clone(lease)]);
+        }
+        (job, running)
+    }
+
+    /// Drops a row whose lease was lost while its handler ran: its result would be fenced.
+    pub(crate) fn drop_lost(&self, running: Running) {
+        tracing::warn!(work = %running.lease().key(), epoch = %running.lease().epoch(),
+            "a handler finished after its lease was lost; its result is dropped, and the row is run again");
+        self.counters.lost.add(1);
+        drop(running);
     }
 
     /// What the answer of a handler means for its row.
     pub(crate) fn judge(&self, running: &Running, result: Result<(), Failure>) -> Verdict {
-        if !running.window().may_start(Instant::now().into_std()) {
+        let lease = running.lease();
+        if lease.was_cancelled() && !lease.window().may_start(clock::now()) {
             self.counters.late.add(1);
         }
         let Err(mut failure) = result else {
@@ -299,7 +323,7 @@ impl Crew {
         if let Failure::Retry { reason, .. } = &mut failure {
             match reason {
                 FailureReason::Panic => self.counters.panicked.add(1),
-                FailureReason::Unknown if running.was_cancelled() => *reason = FailureReason::LeaseExpired,
+                FailureReason::Unknown if lease.was_cancelled() => *reason = FailureReason::LeaseExpired,
                 _ => {}
             }
         }
@@ -328,7 +352,7 @@ impl Crew {
     /// database has taken them back by itself. The failure this prevents: healthy rows that never ran and end as dead letters, because
     /// every lease that ran out was charged.
     pub(crate) fn give_back(&self, rows: impl IntoIterator<Item = Delivery>) {
-        let now = Instant::now().into_std();
+        let now = clock::now();
         let (ended, leased): (Vec<_>, Vec<_>) =
             rows.into_iter().partition(|row| row.lease().window().has_ended(now));
         self.counters.unstarted.add(leased.len() as u64);

@@ -49,11 +49,13 @@ impl SharedRows {
         std::mem::take(&mut *lock(&self.0))
     }
 
-    /// All rows, if the first of them may not start any more: nothing may overtake it.
+    /// The first row that may not start any more, and all behind it: nothing may overtake it. Those before it may have been renewed.
     pub(crate) fn take_expired(&self) -> VecDeque<Delivery> {
         let mut rows = lock(&self.0);
-        let expired = rows.front().is_some_and(|row| !Crew::may_start(row));
-        if expired { std::mem::take(&mut *rows) } else { VecDeque::new() }
+        match rows.iter().position(|row| !Crew::may_start(row)) {
+            Some(first) => rows.split_off(first),
+            None => VecDeque::new(),
+        }
     }
 }
 

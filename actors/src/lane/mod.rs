@@ -15,3 +15,4 @@ mod worker;
 mod yard;
 
 pub(crate) use crew::{Crew, CrewParts, DrainBegan, Mode};
+pub(crate) use lease_book::Looked;

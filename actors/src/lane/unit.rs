@@ -187,8 +187,8 @@ fn start_one(crew: &Arc<Crew>, category: Category, lane: &mut Lane) -> Option<At
     loop {
         let delivery = lane.rows.pop_front()?;
         match crew.admit(delivery) {
-            Admission::Run(delivery) => {
-                let (job, running) = delivery.start(crew.instance(), crew.trust());
+            Admission::Run { delivery, due } => {
+                let (job, running) = crew.begin(delivery, due);
                 return Some(match crew.runner(category) {
                     Some(runner) => Attempt::one(runner, job, running),
                     None => Attempt::refused(running, no_runner(category)),
@@ -208,8 +208,8 @@ fn start_many(crew: &Arc<Crew>, category: Category, lanes: &mut [Lane], limit: u
         while jobs.len() < limit {
             let Some(delivery) = lane.rows.pop_front() else { break };
             match crew.admit(delivery) {
-                Admission::Run(delivery) => {
-                    let (job, running) = delivery.start(crew.instance(), crew.trust());
+                Admission::Run { delivery, due } => {
+                    let (job, running) = crew.begin(delivery, due);
                     jobs.push(job);
                     rows.push((index, running));
                 }
@@ -222,6 +222,10 @@ fn start_many(crew: &Arc<Crew>, category: Category, lanes: &mut [Lane], limit: u
 }
 
 fn finish_one(crew: &Crew, lane: &mut Lane, running: Running, result: Result<(), Failure>) {
+    if running.lease().is_lost() {
+        crew.drop_lost(running);
+        return crew.give_back(lane.rows.take());
+    }
     let verdict = crew.judge(&running, result);
     let stops = matches!(verdict, Verdict::Retry { .. });
     let settlement = running.settle(verdict);
@@ -256,10 +260,13 @@ fn finish_many(crew: &Crew, lanes: &mut [Lane], rows: Vec<(usize, Running)>, ans
             continue;
         }
         later += close_lane(crew, &mut settlements, lanes, stopped);
-        let failed = result.is_err();
-        let verdict = crew.judge(&running, result);
-        settlements.push(running.settle(verdict));
-        stopped = failed.then_some(index);
+        stopped = (result.is_err() || running.lease().is_lost()).then_some(index);
+        if running.lease().is_lost() {
+            crew.drop_lost(running);
+        } else {
+            let verdict = crew.judge(&running, result);
+            settlements.push(running.settle(verdict));
+        }
     }
     later += close_lane(crew, &mut settlements, lanes, stopped);
     crew.desk().put_all(settlements);

@@ -128,8 +128,7 @@ async fn run_rest(mut unit: Unit, mut attempt: Attempt) {
 /// The answer, or `None` when the lease ended first. A handler that blocks its thread cannot be reached here: it keeps its permit, its
 /// thread and its lane until it returns.
 async fn until_its_lease_ends(attempt: &mut Attempt) -> Option<Answer> {
-    let Some(ended) = attempt.lease_ended() else { return Some(attempt.await) };
-    let ended = pin!(ended.cancelled());
+    let ended = pin!(attempt.leases_ended());
     match select(attempt, ended).await {
         Either::Left((answer, _)) => Some(answer),
         Either::Right(_) => None,

@@ -44,7 +44,7 @@ impl Crew {
     /// Takes rows in hand and starts them. They share one lease, which is watched before any of them can start.
     pub(crate) fn accept(self: &Arc<Self>, deliveries: Vec<Delivery>) {
         let Some(first) = deliveries.first() else { return };
-        self.leases().enter(Arc::clone(first.lease()));
+        self.leases().enter(Arc::clone(first.lease().claim()));
         self.counters.accepted.add(deliveries.len() as u64);
         self.in_hand.fetch_add(deliveries.len(), Ordering::AcqRel);
         match self.mode() {

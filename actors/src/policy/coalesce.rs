@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::options::SettleOptions;
+use crate::options::{LeaseRenewalOptions, SettleOptions};
 
 /// The bounds of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,6 +19,15 @@ pub struct CoalesceLimits {
 }
 
 impl CoalesceLimits {
+    /// The limits of renewal.
+    pub fn renew(options: &LeaseRenewalOptions) -> Self {
+        Self {
+            size: options.max_batch_size.max(1),
+            window: Duration::from_millis(options.coalesce_window_milliseconds),
+            threshold: options.immediate_flush_threshold.max(1),
+        }
+    }
+
     /// The limits of settlement.
     pub fn settle(options: &SettleOptions) -> Self {
         Self {

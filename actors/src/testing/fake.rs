@@ -237,6 +237,11 @@ impl FakeStore {
         lock(&self.state).table.attempts(key)
     }
 
+    /// Somebody else claims this row, whoever leases it now, and keeps it for an hour.
+    pub fn steal(&self, key: WorkKey) {
+        lock(&self.state).table.steal(key);
+    }
+
     /// Whether an outsider has this row locked: its lease can then not be renewed.
     pub fn set_locked(&self, key: WorkKey, locked: bool) {
         let mut state = lock(&self.state);

@@ -8,6 +8,7 @@ mod fake;
 mod fake_direct;
 mod fake_peers;
 mod probe;
+mod renewal_rig;
 mod rig;
 mod table;
 
@@ -16,7 +17,10 @@ pub use fake::{Call, FakeStore, Op, Reply};
 pub use fake_direct::{DirectOp, FakeDirect};
 pub use fake_peers::{FakeDeathWatch, FakeSweep};
 pub use probe::{ProbeActor, TestProbe, runner};
-pub use rig::{ClaimRig, DispatchRig, HeartbeatRig, SettleRig, deliver, engine_parts, identity};
+pub use renewal_rig::RenewalRig;
+pub use rig::{
+    ClaimRig, DispatchRig, HeartbeatRig, SettleRig, deliver, deliver_under, engine_parts, identity,
+};
 pub use table::{Row, claimed};
 
 use actix::System;
@@ -37,6 +41,11 @@ pub fn in_virtual_time<T>(test: impl Future<Output = T>) -> T {
             .expect("a runtime for the test")
     });
     system.block_on(test)
+}
+
+/// The machine is suspended for this long, as far as this thread can see: every timer stands still, and the clock of leases does not.
+pub fn suspend(time: std::time::Duration) {
+    crate::clock::fake::suspend(time);
 }
 
 /// Lets everything run that can run now, without moving time.

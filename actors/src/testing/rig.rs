@@ -14,14 +14,14 @@ use crate::actor::claim::{ClaimActor, ClaimParts};
 use crate::actor::dispatch::{DispatchActor, DispatchParts};
 use crate::actor::heartbeat::{HeartbeatActor, HeartbeatParts};
 use crate::actor::settle::{SettleActor, SettleParts};
-use crate::delivery::{Delivery, InFlight, Lease};
+use crate::delivery::{Delivery, InFlight, Lease, Renewals};
 use crate::instance::{InstanceId, InstanceIdentity};
 use crate::lane::{Crew, CrewParts};
 use crate::message::{
     BeatNow, Dispatch, Evicted, Fence, HandBack, ProbeNow, RequestImmediatePoll, Settle, Unfence,
 };
 use crate::options::Options;
-use crate::policy::lease::LeaseWindow;
+use crate::policy::lease::LeaseTerms;
 use crate::policy::retry::RetryPolicy;
 use crate::policy::trust::TrustRule;
 use crate::registry::Group;
@@ -52,6 +52,7 @@ pub fn engine_parts(
         work: Arc::clone(store) as _,
         instances: Arc::clone(store) as _,
         direct: None,
+        renewals: Arc::clone(store) as _,
         runners,
         handlers: Handle::current(),
         users: Group::new("users").contained(),
@@ -59,7 +60,7 @@ pub fn engine_parts(
     }
 }
 
-/// Takes rows in hand as a claim at this moment would.
+/// Takes rows in hand as a claim at this moment would, under leases that are never renewed.
 ///
 /// # Panics
 ///
@@ -71,7 +72,22 @@ pub fn deliver(
     lease: Duration,
     grace: Duration,
 ) -> Vec<Delivery> {
-    let lease = Lease::new(LeaseWindow::new(tokio::time::Instant::now().into_std(), lease, grace));
+    let terms = LeaseTerms { lease, grace, max_renewals: 0 };
+    deliver_under(works, permits, in_flight, &Renewals::new(terms, 1))
+}
+
+/// Takes rows in hand as a claim at this moment would, under leases that are renewed here.
+///
+/// # Panics
+///
+/// When there are fewer permits than rows.
+pub fn deliver_under(
+    works: Vec<ClaimedWork>,
+    permits: &Arc<Semaphore>,
+    in_flight: &Arc<InFlight>,
+    renewals: &Arc<Renewals>,
+) -> Vec<Delivery> {
+    let lease = Lease::new(crate::clock::now(), renewals);
     works
         .into_iter()
         .map(|work| {
@@ -117,12 +133,14 @@ impl ClaimRig {
         let (dispatch, hand_back) = (TestProbe::start(), TestProbe::start());
         let (beat_now, evicted, probe) = (TestProbe::start(), TestProbe::start(), TestProbe::start());
         let instance = InstanceId::fresh();
+        let renewals = Renewals::new(LeaseTerms::new(&options), options.lease_renewal.channel_capacity);
         let parts = ClaimParts {
             options,
             instance,
             categories: Category::ALL.into(),
             permits: Arc::clone(&permits),
             in_flight: Arc::clone(&in_flight),
+            renewals,
             standing: Arc::clone(&standing),
             dispatch: dispatch.recipient(),
             hand_back: hand_back.recipient(),
@@ -253,6 +271,8 @@ pub struct DispatchRig {
     pub permits: Arc<Semaphore>,
     /// What is held.
     pub in_flight: Arc<InFlight>,
+    /// The renewals it asks for: only rows that were dispatched by [`DispatchRig::dispatch_renewed`] are ever due.
+    pub renewals: Arc<Renewals>,
     parts: DispatchParts,
 }
 
@@ -265,6 +285,7 @@ impl DispatchRig {
         let standing: Arc<Standing> = Arc::default();
         standing.unfence();
         let handlers = Handle::current();
+        let renewals = Renewals::new(LeaseTerms::new(options), options.lease_renewal.channel_capacity);
         let crew = Crew::new(CrewParts {
             instance,
             trust: Trust::new(Arc::clone(&standing), None),
@@ -278,6 +299,7 @@ impl DispatchRig {
         let parts = DispatchParts {
             crew,
             standing: Arc::clone(&standing),
+            renewals: Arc::clone(&renewals),
             settle: settle.recipient(),
             probe: probe.recipient(),
             on_fence: options.liveness.on_fence,
@@ -285,7 +307,7 @@ impl DispatchRig {
         };
         let permits = Arc::new(Semaphore::new(options.dispatch.max_in_flight as usize));
         let addr = DispatchActor::new(parts.clone()).start();
-        Self { addr, standing, settle, probe, instance, permits, in_flight, parts }
+        Self { addr, standing, settle, probe, instance, permits, in_flight, renewals, parts }
     }
 
     /// Has these rows run under a lease of 300 s with 30 s of grace.
@@ -296,6 +318,12 @@ impl DispatchRig {
     /// Has these rows run under a lease of this length, with a tenth of it as grace.
     pub fn dispatch_for(&self, works: Vec<ClaimedWork>, lease: Duration) {
         let deliveries = deliver(works, &self.permits, &self.in_flight, lease, lease / 10);
+        self.addr.do_send(Dispatch { deliveries });
+    }
+
+    /// Has these rows run under leases that are renewed.
+    pub fn dispatch_renewed(&self, works: Vec<ClaimedWork>) {
+        let deliveries = deliver_under(works, &self.permits, &self.in_flight, &self.renewals);
         self.addr.do_send(Dispatch { deliveries });
     }
 

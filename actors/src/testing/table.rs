@@ -216,6 +216,12 @@ impl Table {
         }
     }
 
+    pub(super) fn steal(&mut self, key: WorkKey) {
+        let stored = &mut self.rows[self.index[&key]];
+        stored.epoch += 1;
+        stored.lease = Some((InstanceId::fresh(), Instant::now() + Duration::from_hours(1)));
+    }
+
     pub(super) fn release(&mut self, instance: InstanceId, held: &[(WorkKey, ClaimEpoch)]) -> u64 {
         let held: HashSet<_> = held.iter().collect();
         let mut released = 0;

@@ -8,10 +8,12 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use crate::actor::settle::Backlog;
-use crate::delivery::InFlight;
+use crate::delivery::{InFlight, Renewals};
 use crate::instance::{InstanceId, InstanceIdentity};
 use crate::lane::Crew;
 use crate::lock;
+use crate::options::Options;
+use crate::policy::lease::LeaseTerms;
 use crate::policy::trust::TrustRule;
 use crate::standing::Standing;
 
@@ -23,6 +25,7 @@ pub(super) struct Life {
     /// Made when dispatching starts: runners are asked for their limits, which may panic.
     pub(super) crew: OnceLock<Arc<Crew>>,
     pub(super) in_flight: Arc<InFlight>,
+    pub(super) renewals: Arc<Renewals>,
     served: AtomicU8,
 }
 
@@ -35,13 +38,14 @@ pub(super) enum Server {
 }
 
 impl Life {
-    fn new(identity: InstanceIdentity, standing: Standing) -> Arc<Self> {
+    fn new(identity: InstanceIdentity, standing: Standing, renewals: Arc<Renewals>) -> Arc<Self> {
         Arc::new(Self {
             identity,
             standing: Arc::new(standing),
             backlog: Arc::default(),
             crew: OnceLock::new(),
             in_flight: Arc::default(),
+            renewals,
             served: AtomicU8::new(0),
         })
     }
@@ -67,12 +71,17 @@ pub(super) struct Lives {
     current: Mutex<Arc<Life>>,
     /// The last id that is being followed by another.
     buried: Mutex<Option<InstanceId>>,
+    terms: LeaseTerms,
+    /// How many renewals may wait.
+    capacity: usize,
 }
 
 impl Lives {
-    pub(super) fn new(identity: InstanceIdentity, rule: TrustRule) -> Arc<Self> {
-        let first = Life::new(identity, Standing::new(rule));
-        Arc::new(Self { current: Mutex::new(first), buried: Mutex::default() })
+    pub(super) fn new(identity: InstanceIdentity, options: &Options) -> Arc<Self> {
+        let (terms, capacity) = (LeaseTerms::new(options), options.lease_renewal.channel_capacity);
+        let standing = Standing::new(TrustRule::new(options.liveness.grace()));
+        let first = Life::new(identity, standing, Renewals::new(terms, capacity));
+        Arc::new(Self { current: Mutex::new(first), buried: Mutex::default(), terms, capacity })
     }
 
     pub(super) fn current(&self) -> Arc<Life> {
@@ -90,7 +99,8 @@ impl Lives {
     pub(super) fn begin_next(&self) -> Arc<Life> {
         let mut current = lock(&self.current);
         let identity = InstanceIdentity { id: InstanceId::fresh(), ..current.identity.clone() };
-        *current = Life::new(identity, current.standing.successor());
+        let renewals = Renewals::new(self.terms, self.capacity);
+        *current = Life::new(identity, current.standing.successor(), renewals);
         Arc::clone(&current)
     }
 }

@@ -18,17 +18,18 @@ use super::rebirth::Rebirth;
 use crate::actor::claim::{ClaimActor, ClaimParts};
 use crate::actor::dispatch::{DispatchActor, DispatchParts};
 use crate::actor::heartbeat::{HeartbeatActor, HeartbeatParts};
+use crate::actor::lease_renewal::{LeaseRenewalActor, LeaseRenewalParts};
 use crate::actor::notify_gate::{NotifyGateActor, NotifyGateParts};
 use crate::actor::settle::{SettleActor, SettleParts};
 use crate::actor::warden::{CatchUp, Told, WardenActor};
 use crate::lane::{Crew, CrewParts};
 use crate::message::{
-    AliveLockChanged, BeatNow, Evicted, Fence, GateChanged, Pause, ProbeNow, RequestImmediatePoll, Resume,
-    Settle, TrustProven, Unfence,
+    AliveLockChanged, BeatNow, Evicted, ExtendLease, Fence, GateChanged, Pause, ProbeNow,
+    RequestImmediatePoll, Resume, Settle, TrustProven, Unfence,
 };
 use crate::options::Options;
 use crate::policy::retry::RetryPolicy;
-use crate::port::{DirectConnector, InstanceStore, WorkStore};
+use crate::port::{DirectConnector, InstanceStore, RenewalStore, WorkStore};
 use crate::registry::{GaveUp, Group, Placement, Spec};
 use crate::runner::Runner;
 use crate::standing::Trust;
@@ -41,6 +42,7 @@ const WORK_LIVENESS: Duration = Duration::from_secs(30);
 
 /// The children, wired and not yet started.
 pub(super) struct Specs {
+    pub(super) lease_renewal: Spec<LeaseRenewalActor>,
     pub(super) warden: Spec<WardenActor>,
     pub(super) notify_gate: Spec<NotifyGateActor>,
     pub(super) heartbeat: Spec<HeartbeatActor>,
@@ -90,6 +92,7 @@ impl Specs {
             options,
         });
         let accepts_work = wiring.options.claim.enabled && !parts.runners.is_empty();
+        let lease_renewal = lease_renewal(Arc::clone(&wiring), parts.renewals);
         let verdicts = (warden.addr().recipient(), warden.addr().recipient());
         let heartbeat = heartbeat(Arc::clone(&wiring), parts.instances, verdicts, accepts_work);
         let notify_gate = notify_gate(Arc::clone(&wiring), parts.direct, &heartbeat.addr());
@@ -110,6 +113,7 @@ impl Specs {
                 claim.addr().recipient(),
                 dispatch.addr().recipient(),
                 settle.addr().recipient(),
+                lease_renewal.addr().recipient(),
                 heartbeat.addr().recipient(),
                 notify_gate.addr().recipient(),
             ],
@@ -123,7 +127,7 @@ impl Specs {
             last: Mutex::default(),
         });
         let _ = links.set((told, rebirth));
-        Self { warden, notify_gate, heartbeat, settle, dispatch, claim }
+        Self { lease_renewal, warden, notify_gate, heartbeat, settle, dispatch, claim }
     }
 
     /// The tree. Users' actors start when the instance is a member and stop when the last handler has ended, so that handlers may use them.
@@ -134,6 +138,7 @@ impl Specs {
         };
         let vital = Group::new("vital")
             .on(Placement::Vital)
+            .child(self.lease_renewal)
             .child(self.warden)
             .child(self.notify_gate)
             .child(self.heartbeat)
@@ -195,6 +200,24 @@ fn notify_gate(
         })
     })
     .liveness(VITAL_LIVENESS)
+}
+
+fn lease_renewal(wiring: Arc<Wiring>, store: Arc<dyn RenewalStore>) -> Spec<LeaseRenewalActor> {
+    Spec::new("lease_renewal", move |_| {
+        let life = wiring.lives.current();
+        let parts = LeaseRenewalParts {
+            options: wiring.options.lease_renewal.clone(),
+            instance: life.instance(),
+            standing: Arc::clone(&life.standing),
+            renewals: Arc::clone(&life.renewals),
+            in_flight: Arc::clone(&life.in_flight),
+            evicted: wiring.evicted.clone(),
+            seed: seed(),
+        };
+        LeaseRenewalActor::new(parts, Arc::clone(&store))
+    })
+    .liveness(VITAL_LIVENESS)
+    .provides::<ExtendLease>()
 }
 
 fn heartbeat(
@@ -279,6 +302,7 @@ fn dispatch(
         DispatchActor::new(DispatchParts {
             crew: Arc::clone(crew),
             standing: Arc::clone(&life.standing),
+            renewals: Arc::clone(&life.renewals),
             settle: settle.clone(),
             probe: wiring.probe.clone(),
             on_fence: wiring.options.liveness.on_fence,
@@ -305,6 +329,7 @@ fn claim(
             in_flight: Arc::clone(&life.in_flight),
             standing: Arc::clone(&life.standing),
             probe: wiring.probe.clone(),
+            renewals: Arc::clone(&life.renewals),
             dispatch: dispatch.clone().recipient(),
             hand_back: dispatch.clone().recipient(),
             beat_now: heartbeat.clone().recipient(),

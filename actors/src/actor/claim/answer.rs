@@ -14,7 +14,6 @@ use super::ClaimActor;
 use crate::actor::now;
 use crate::delivery::{Delivery, Lease};
 use crate::message::{BeatNow, Dispatch, Evicted, HandBack, ProbeNow};
-use crate::policy::lease::LeaseWindow;
 use crate::port::{Claimed, StoreError};
 use crate::work::OrderKey;
 
@@ -90,9 +89,7 @@ impl ClaimActor {
         self.empty_polls = 0;
         self.due_misses = 0;
         self.counters.rows += rows as u64;
-        let lease = &self.parts.options;
-        let grace = Duration::from_secs(lease.lease_renewal.lease_grace_seconds.into());
-        let lease = Lease::new(LeaseWindow::new(sent_at, lease.claim.lease(), grace));
+        let lease = Lease::new(sent_at, &self.parts.renewals);
         let mut deliveries = Vec::with_capacity(rows);
         for work in works {
             let Some(permit) = permits.split(1) else {
