@@ -332,10 +332,10 @@ fn an_engine_cut_off_from_the_server_is_fenced_in_time_and_goes_on_when_it_is_ba
         assert!(engine.is_ready() && engine.is_alive_lock_held());
         assert_eq!(started.load(Ordering::SeqCst), 1);
         let cut = Instant::now();
-        // A claim has its limit in the store.
+        // Claims have their limit in the store.
         store.always(|call| match call {
-            Call::Claim(_) => Some(Reply::Fail(unavailable())),
-            _ => Some(Reply::Hang),
+            Call::Beat(_) | Call::Settle(_) => Some(Reply::Hang),
+            _ => Some(Reply::Fail(unavailable())),
         });
         direct.always(|_| Some(Reply::Hang));
         store.insert(Row::default());
