@@ -47,8 +47,8 @@ const START_PATIENCE: Duration = Duration::from_secs(3);
 /// First and longest pause between two tries for the lock.
 const LOCK_PAUSE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
-/// A session that has lived for so long was a good one: the pauses begin anew.
-const GOOD_LIFE: Duration = Duration::from_secs(10);
+/// A session that has lived for so long was a good one, and no part of a hot loop: the pauses begin anew.
+const GOOD_LIFE: Duration = Duration::from_secs(1);
 
 /// What the actor is made of.
 pub struct NotifyGateParts {
