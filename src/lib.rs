@@ -15,8 +15,9 @@ mod pump;
 mod runtime;
 mod status;
 
-#[doc = include_str!("../docs/supervision.md")]
 pub mod supervision {
+    #![doc = include_str!("../docs/supervision.md")]
+
     pub use workpump_actors::registry::{
         AskHealth, AskTotals, Backoff, ChildInfo, ChildState, Cx, EventKind, Exit, GaveUp, Group, Guard,
         Health, Host, Intensity, InvalidPolicy, Name, Panicked, Placement, Ready, Registry, RegistryActor,

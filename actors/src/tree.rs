@@ -111,7 +111,7 @@ impl Engine {
         let specs = Specs::new(parts, Arc::clone(&lives));
         let (notify_gate, heartbeat) = (specs.notify_gate.addr(), specs.heartbeat.addr());
         let (settle, dispatch, claim) = (specs.settle.addr(), specs.dispatch.addr(), specs.claim.addr());
-        let in_turn: Vec<(Name, Recipient<Drain>)> = vec![
+        let in_order: Vec<(Name, Recipient<Drain>)> = vec![
             ("claim".into(), claim.clone().recipient()),
             ("dispatch".into(), dispatch.clone().recipient()),
             ("settle".into(), settle.clone().recipient()),
@@ -119,7 +119,7 @@ impl Engine {
             // The lock goes when the instance has left.
             ("notify_gate".into(), notify_gate.clone().recipient()),
         ];
-        let drainer = Drainer::new(in_turn, drain_deadline);
+        let drainer = Drainer::new(in_order, drain_deadline);
         let registry = specs.group(users, &drainer).start(host, start_deadline).await?;
         // The first beat's news may still be on its way; an engine that has started is ready. Should the warden have ended, it is not.
         if let Ok(warden) = registry.recipient::<CatchUp>() {
