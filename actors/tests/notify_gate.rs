@@ -17,7 +17,7 @@ use workpump_actors::policy::trust::{SentBeat, TrustRule};
 use workpump_actors::port::{DirectConnector, StoreError};
 use workpump_actors::standing::Standing;
 use workpump_actors::testing::{
-    DirectOp, FakeDirect, Reply, TestProbe, claimed, deliver, in_virtual_time, quiesce,
+    Crash, DirectOp, FakeDirect, Reply, TestProbe, claimed, deliver, in_virtual_time, quiesce,
 };
 
 /// A keeper of the session with everything around it.
@@ -146,7 +146,8 @@ fn whatever_is_rung_on_its_channel_wakes_the_claimer_and_a_flood_is_few_wakes() 
             gate.server.ring(&channel, "orphan");
         }
         quiesce().await;
-        assert!((1..=10).contains(&gate.wake.take().len()));
+        let wakes = gate.wake.take().len();
+        assert!((1..=100).contains(&wakes), "{wakes}");
         assert_eq!(gate.account().await.counter("rings"), 5_003);
     });
 }
@@ -175,7 +176,8 @@ fn it_pings_five_times_in_a_grace_while_there_is_work_and_stops_with_it() {
             gate.addr.do_send(ProbeNow);
             sleep(Duration::from_millis(pause * 9 + 1)).await;
             let pings = gate.server.times(DirectOp::Ping);
-            let gaps: Vec<_> = pings.windows(2).map(|pair| (pair[1] - pair[0]).as_millis()).collect();
+            let gaps: Vec<_> =
+                pings.windows(2).map(|pair| pair[1].saturating_sub(pair[0]).as_millis()).collect();
             assert_eq!(gaps, [u128::from(pause); 9]);
             assert_eq!(gate.trust.take().len(), 10);
             drop(work);
@@ -223,10 +225,13 @@ fn trust_counts_from_when_the_ping_was_sent() {
         let _work = gate.work();
         sleep(Duration::from_secs(2)).await;
         gate.server.script(DirectOp::Ping, Reply::Slow(Duration::from_secs(3)));
+        gate.server.script(DirectOp::Ping, Reply::Hang);
         gate.addr.do_send(ProbeNow);
         let proven = gate.trust.next().await;
         assert_eq!(start.elapsed(), Duration::from_secs(5), "its answer was slow");
         assert_eq!(proven.sent_at, (start + Duration::from_secs(2)).into_std());
+        quiesce().await;
+        assert_eq!(gate.server.count(DirectOp::Ping), 2, "the next one was due long before");
         assert_eq!(gate.standing.trust_until(), Some((start + Duration::from_secs(6)).into_std()));
     });
 }
@@ -264,8 +269,10 @@ fn it_reconnects_with_a_growing_pause_that_is_capped_and_spread() {
         let times = server.times(DirectOp::Connect);
         let mut bare = [100, 200, 400, 800, 1_600, 3_200, 5_000, 5_000, 5_000, 5_000, 5_000].into_iter();
         for pair in times.windows(2) {
-            let (gap, bare) =
-                ((pair[1] - pair[0]).as_millis() as f64, f64::from(bare.next().expect("11 gaps")));
+            let (gap, bare) = (
+                pair[1].saturating_sub(pair[0]).as_millis() as f64,
+                f64::from(bare.next().expect("11 gaps")),
+            );
             assert!((bare * 0.79..=bare * 1.21).contains(&gap), "{gap} for {bare}");
         }
         server.recover();
@@ -307,10 +314,11 @@ fn a_refused_lock_is_asked_for_again_from_50_ms_to_a_second_until_it_is_held() {
         server.end_session();
         server.called(DirectOp::ClaimLock, 9).await;
         let times = server.times(DirectOp::ClaimLock);
-        let gaps: Vec<_> = times.windows(2).skip(1).map(|pair| (pair[1] - pair[0]).as_millis()).collect();
+        let gaps: Vec<_> =
+            times.windows(2).skip(1).map(|pair| pair[1].saturating_sub(pair[0]).as_millis()).collect();
         assert_eq!(gaps, [50, 100, 200, 400, 800, 1_000, 1_000]);
         server.free_lock(gate.instance);
-        sleep(Duration::from_secs(1)).await;
+        sleep(Duration::from_millis(1_001)).await;
         assert!(server.holds_lock(gate.instance));
         let told = gate.locks();
         assert_eq!(told.last(), Some(&AliveLock::Held));
@@ -442,7 +450,11 @@ fn the_next_life_of_the_actor_says_that_the_lock_is_lost_and_takes_it_again() {
         gate.lock.take();
         let _work = gate.work();
         // The old one dies with its session.
-        gate.server.end_session();
+        gate.addr.do_send(Crash);
+        while gate.addr.connected() {
+            tokio::task::yield_now().await;
+        }
+        assert!(!gate.server.is_connected());
         gate.begin();
         quiesce().await;
         let told = gate.locks();

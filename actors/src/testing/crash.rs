@@ -9,6 +9,7 @@ use crate::actor::claim::ClaimActor;
 use crate::actor::dispatch::DispatchActor;
 use crate::actor::heartbeat::HeartbeatActor;
 use crate::actor::lease_renewal::LeaseRenewalActor;
+use crate::actor::notify_gate::NotifyGateActor;
 use crate::actor::settle::SettleActor;
 
 /// Makes the actor that gets it panic.
@@ -41,7 +42,7 @@ macro_rules! mortal {
     )*};
 }
 
-mortal!(ClaimActor, DispatchActor, SettleActor, HeartbeatActor, LeaseRenewalActor);
+mortal!(ClaimActor, DispatchActor, SettleActor, HeartbeatActor, LeaseRenewalActor, NotifyGateActor);
 
 /// Ends an actor and waits until it is gone.
 pub(super) async fn end<A>(addr: &Addr<A>)
