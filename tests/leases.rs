@@ -103,7 +103,11 @@ impl Lab {
             if let Some(stream) = stream { message.stream(stream) } else { message }
         };
         let messages: Vec<_> = tasks.into_iter().map(message).collect();
-        let stored = Producer::new("public").unwrap().inbox(&self.client, &messages).await.expect("stored");
+        let stored = Producer::new("public")
+            .expect("a schema name")
+            .inbox(&self.client, &messages)
+            .await
+            .expect("stored");
         assert_eq!(stored.new_messages(), messages.len());
     }
 
@@ -203,10 +207,10 @@ async fn a_session_killed_during_a_renewal_costs_neither_the_row_nor_a_renewal()
         let mut outsider = lab.database.connect().await;
         let held = outsider.transaction().await.unwrap();
         held.batch_execute("lock table wh_inbox in access exclusive mode").await.unwrap();
-        let killer = lab.database.connect().await;
+        let hand = lab.database.connect().await;
         let kill = "select count(*) filter (where pg_terminate_backend(pid)) > 0 from pg_stat_activity \
                     where datname = current_database() and wait_event_type = 'Lock' and query like '%renew_work%'";
-        let killed = async || killer.query_typed_one(kill, &[]).await.unwrap().get::<_, bool>(0);
+        let killed = async || hand.query_typed_one(kill, &[]).await.unwrap().get::<_, bool>(0);
         eventually("a renewal is killed", killed).await;
         held.rollback().await.unwrap();
         eventually("it is renewed after all", async || renewal(&pump, "renewed").await == renewals).await;
