@@ -91,7 +91,10 @@ struct Lab {
 
 impl Lab {
     async fn new() -> Self {
-        let database = common::database().await;
+        Self::on(common::database().await).await
+    }
+
+    async fn on(database: common::Database) -> Self {
         let client = database.connect().await;
         let (telling, told) = unbounded_channel();
         Self { database, client, told, telling, go: Arc::default() }
@@ -218,6 +221,34 @@ async fn a_session_killed_during_a_renewal_costs_neither_the_row_nor_a_renewal()
     assert!(renewal(&pump, "failed_flushes").await >= 2);
     lab.go.notify_one();
     assert_eq!(lab.next().await, Event::Done { number: 0 });
+    lab.until("select count(*) = 0 from wh_inbox").await;
+    pump.drain().await;
+}
+
+#[tokio::test]
+async fn a_restart_of_the_server_leaves_a_long_handler_its_row() {
+    let mut server = common::server_with(&[]);
+    let mut lab = Lab::on(server.database().await).await;
+    lab.store([0, 1], Some(Uuid::from_u128(5))).await;
+    // Long enough for a restart on a busy machine.
+    let mut options = roomy();
+    options.claim.lease_seconds = 30;
+    options.lease_renewal.lease_grace_seconds = 5;
+    let pump = lab.pump(options, false, false).await;
+    assert_eq!(lab.next().await, Event::Started { number: 0, attempts: 1 });
+    server.postgres.stop_immediately().expect("stopped");
+    eventually("a renewal fails", async || renewal(&pump, "failed_flushes").await >= 2).await;
+    server.postgres.restart().expect("restarted");
+    eventually("the run is renewed", async || renewal(&pump, "renewed").await >= 2).await;
+    lab.client = lab.database.connect().await;
+    lab.until("select count(*) = 2 and max(claim_epoch) = 1 and max(attempts) = 1 from wh_inbox").await;
+    for number in 0..2 {
+        lab.go.notify_one();
+        assert_eq!(lab.next().await, Event::Done { number });
+        if number == 0 {
+            assert_eq!(lab.next().await, Event::Started { number: 1, attempts: 1 });
+        }
+    }
     lab.until("select count(*) = 0 from wh_inbox").await;
     pump.drain().await;
 }
