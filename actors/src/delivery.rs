@@ -112,9 +112,9 @@ impl Delivery {
     pub fn settle(self, verdict: Verdict) -> Settlement {
         // What goes back is not kept: it may be anybody's from now on.
         if verdict == Verdict::Release {
-            self.slot.lease.give_back()
+            self.slot.lease.give_back();
         } else {
-            self.slot.lease.finish()
+            self.slot.lease.finish();
         }
         Settlement { verdict, more_behind: self.more_behind, slot: self.slot }
     }
@@ -152,9 +152,9 @@ impl Running {
     /// Ends it.
     pub(crate) fn settle(self, verdict: Verdict) -> Settlement {
         if verdict == Verdict::Release {
-            self.slot.lease.give_back()
+            self.slot.lease.give_back();
         } else {
-            self.slot.lease.finish()
+            self.slot.lease.finish();
         }
         Settlement { verdict, more_behind: self.more_behind, slot: self.slot }
     }

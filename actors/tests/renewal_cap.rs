@@ -216,13 +216,19 @@ fn a_lost_lease_stops_its_handler_at_once_and_its_result_is_dropped() {
         for obeys in [true, false] {
             let store = FakeStore::new();
             let key = store.insert(Row::default());
-            let handler = runner(1, move |job: Job| async move {
-                if obeys {
-                    job.cancel.cancelled().await
-                } else {
-                    std::future::pending().await
+            let told: Arc<Mutex<Duration>> = Arc::default();
+            let log = Arc::clone(&told);
+            let handler = runner(1, move |job: Job| {
+                let noted = Arc::clone(&log);
+                async move {
+                    let began = Instant::now();
+                    job.cancel.cancelled().await;
+                    *noted.lock().expect("not poisoned") = began.elapsed();
+                    if !obeys {
+                        std::future::pending::<()>().await;
+                    }
+                    Ok(())
                 }
-                Ok(())
             });
             let engine = start(&store, handler).await;
             store.called(Op::Claim, 1).await;
@@ -233,6 +239,8 @@ fn a_lost_lease_stops_its_handler_at_once_and_its_result_is_dropped() {
             assert_eq!(dispatch.counter("in_hand"), 0, "obeys: {obeys}");
             let how = if obeys { "lost_while_running" } else { "aborted_at_lease_end" };
             assert_eq!(dispatch.counter(how), 1);
+            let told = *told.lock().expect("not poisoned");
+            assert_eq!(told.as_millis() / 10, 24_020, "with the answer, not at the next look");
             assert_eq!(account(&engine, "claim").await.counter("free_permits"), 2_000);
             assert_eq!(store.count(Op::Settle), 0);
             assert_eq!(account(&engine, "lease_renewal").await.counter("lost"), 1);

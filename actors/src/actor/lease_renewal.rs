@@ -130,16 +130,12 @@ impl LeaseRenewalActor {
                 self.wait_until(Some(next), ctx);
             }
             Decision::Flush(_) => {
-                match renewals.begin(&self.parts.in_flight, self.parts.options.max_batch_size, now) {
-                    Some(flush) => {
-                        self.coalescer.taken(waiting.saturating_sub(renewals.waiting(now)));
-                        self.flush(flush, ctx);
-                    }
+                let flush = renewals.begin(&self.parts.in_flight, self.parts.options.max_batch_size, now);
+                self.coalescer.taken(waiting.saturating_sub(renewals.waiting(now)));
+                match flush {
+                    Some(flush) => self.flush(flush, ctx),
                     // Nothing of it is needed any more.
-                    None => {
-                        self.coalescer.taken(waiting.saturating_sub(renewals.waiting(now)));
-                        self.step(ctx);
-                    }
+                    None => self.step(ctx),
                 }
             }
         }

@@ -109,7 +109,7 @@ impl Batch {
         for run in &self.0 {
             match &run.rows {
                 Rows::Held(rows) => {
-                    items.extend(rows.iter().map(|item| (item.lease.key(), item.lease.epoch())))
+                    items.extend(rows.iter().map(|item| (item.lease.key(), item.lease.epoch())));
                 }
                 Rows::Stranger(key, epoch, _) => items.push((*key, *epoch)),
             }
@@ -144,9 +144,9 @@ impl Batch {
                     let deadline = terms.window(sent_at).deadline();
                     let answer = answers.next().unwrap_or(Renewal::Locked);
                     judged.count(answer);
-                    requests.into_iter().for_each(|request| {
+                    for request in requests {
                         judged.answer(request, answer, deadline, now < until);
-                    });
+                    }
                 }
             }
         }

@@ -236,7 +236,9 @@ impl Renewals {
         }
         let given_up = deadly.len();
         let reason = "renewer after renewer died of it";
-        deadly.into_iter().for_each(|request| request.answer(Err(ExtendError::Unknown(reason.to_owned()))));
+        for request in deadly {
+            request.answer(Err(ExtendError::Unknown(reason.to_owned())));
+        }
         given_up
     }
 
@@ -270,7 +272,7 @@ impl Renewals {
                 queue.waiting.push_front(request);
             }
             for (_, why) in &refused {
-                *queue.counters.of(why) += 1;
+                *queue.counters.of(*why) += 1;
             }
             let items = batch.items();
             (!items.is_empty()).then(|| {
@@ -281,7 +283,9 @@ impl Renewals {
                 RenewalFlush { number, items }
             })
         };
-        refused.into_iter().for_each(|(request, why)| request.answer(Err(why.into_error(self.terms))));
+        for (request, why) in refused {
+            request.answer(Err(why.into_error(self.terms)));
+        }
         self.room.notify_waiters();
         flush
     }
@@ -309,7 +313,9 @@ impl Renewals {
             queue.counters.lost += judged.lost;
             queue.later.extend(judged.again.into_iter().map(|request| (now + pause, request)));
         }
-        judged.answered.into_iter().for_each(|(request, answer)| request.answer(answer));
+        for (request, answer) in judged.answered {
+            request.answer(answer);
+        }
         self.room.notify_waiters();
         judged.lost
     }
@@ -339,7 +345,9 @@ impl Renewals {
         };
         let later = later.into_iter().map(|(_, request)| request);
         let flying = in_flight.into_iter().flat_map(|(_, batch)| batch.into_requests());
-        waiting.into_iter().chain(later).chain(flying).for_each(|request| request.answer(Err(stopped())));
+        for request in waiting.into_iter().chain(later).chain(flying) {
+            request.answer(Err(stopped()));
+        }
         self.room.notify_waiters();
     }
 
@@ -375,7 +383,7 @@ pub(super) enum Refused {
 }
 
 impl RenewalCounters {
-    fn of(&mut self, why: &Refused) -> &mut u64 {
+    fn of(&mut self, why: Refused) -> &mut u64 {
         match why {
             Refused::AtCap => &mut self.refused_at_cap,
             Refused::Over => &mut self.skipped,

@@ -141,8 +141,9 @@ impl LeaseBook {
 
     /// Tells all handlers to stop. Returns how many were running.
     pub(crate) fn cancel_all(&self) -> u32 {
-        let running = self.in_flight.select(LeaseHandle::is_running);
-        running.iter().map(|lease| u32::from(lease.cancel())).sum()
+        // Those that are about to start as well.
+        let held = self.in_flight.select(|lease| !lease.is_over());
+        held.iter().map(|lease| u32::from(lease.cancel())).sum()
     }
 }
 
