@@ -17,6 +17,7 @@ mod status;
 
 #[doc = include_str!("../docs/supervision.md")]
 pub mod supervision {
+    pub use workpump_actors::message::{EvictionReason, PeerEvicted, SubscribeToEvictions, SweepNow};
     pub use workpump_actors::registry::{
         AskHealth, AskTotals, Backoff, ChildInfo, ChildState, Cx, EventKind, Exit, GaveUp, Group, Guard,
         Health, Host, Intensity, InvalidPolicy, Name, Panicked, Placement, Ready, Registry, RegistryActor,

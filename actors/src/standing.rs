@@ -8,9 +8,14 @@
 //! leaves nothing unsaid. Everything else is written by the actor that hears it, as the first thing it does. What has no way back
 //! (an eviction, a drain, a departure) anyone may note.
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::time::Duration;
+
+use tokio::time::Instant;
 
 use crate::instance::{AliveLock, Gate};
+use crate::lock;
 
 /// What is known about this instance. A fresh one is fenced and free to work.
 #[derive(Debug, Default)]
@@ -27,6 +32,7 @@ pub struct Standing {
     had_claimer: Flag,
     gate: AtomicU8,
     alive_lock: AtomicU8,
+    alive_lock_since: Mutex<Option<Instant>>,
 }
 
 #[derive(Debug, Default)]
@@ -160,8 +166,20 @@ impl Standing {
     }
 
     /// Whether it holds its alive lock. Returns what was known before.
-    pub fn set_alive_lock(&self, lock: AliveLock) -> AliveLock {
-        lock_of(self.alive_lock.swap(lock as u8, Ordering::AcqRel))
+    pub fn set_alive_lock(&self, held: AliveLock) -> AliveLock {
+        let mut since = lock(&self.alive_lock_since);
+        let before = lock_of(self.alive_lock.swap(held as u8, Ordering::AcqRel));
+        if held != AliveLock::Held {
+            *since = None;
+        } else if before != AliveLock::Held {
+            *since = Some(Instant::now());
+        }
+        before
+    }
+
+    /// How long it has held its alive lock without a break; `None` while it does not.
+    pub fn alive_lock_held_for(&self) -> Option<Duration> {
+        lock(&self.alive_lock_since).map(|since| since.elapsed())
     }
 
     /// Whether it holds its alive lock.

@@ -4,7 +4,7 @@
 //! workpump
 //! ├── vital   warden, heartbeat           on the vital thread
 //! ├── users   whatever users supervise    contained: when it is given up, the pump goes on, and is not ready
-//! └── work    settle, dispatch, claim     on the work thread
+//! └── work    settle, dispatch, stale-sweep, claim     on the work thread
 //! ```
 //!
 //! The rule: they start in this order, and a drain goes the other way, so that claiming stops first, the last result is written before
@@ -25,7 +25,7 @@ use crate::actor::warden::CatchUp;
 use crate::instance::{Gate, InstanceIdentity};
 use crate::message::{Account, Drain, GateChanged, Observe, RequestImmediatePoll};
 use crate::options::{Options, OptionsError};
-use crate::port::{InstanceStore, WorkStore};
+use crate::port::{DeathWatch, InstanceStore, SweepStore, WorkStore};
 use crate::registry::{GaveUp, Group, Host, Name, Registry, StartFailed};
 use crate::runner::Runner;
 use crate::standing::Standing;
@@ -46,6 +46,10 @@ pub struct EngineParts {
     pub work: Arc<dyn WorkStore>,
     /// The membership table.
     pub instances: Arc<dyn InstanceStore>,
+    /// The backstop that finds dead peers, and hands back what they held.
+    pub sweep: Arc<dyn SweepStore>,
+    /// The death watch; none where there is no direct connection.
+    pub watch: Option<Arc<dyn DeathWatch>>,
     /// Who runs what; the last one given for a category counts. Only categories named here are claimed.
     pub runners: Vec<(Category, Arc<dyn Runner>)>,
     /// The runtime on which runners run.
@@ -105,8 +109,10 @@ impl Engine {
         let specs = Specs::new(parts, Arc::clone(&standing));
         let (heartbeat, settle) = (specs.heartbeat.addr(), specs.settle.addr());
         let (dispatch, claim) = (specs.dispatch.addr(), specs.claim.addr());
+        let stale_sweep = specs.stale_sweep.addr();
         let drained: Vec<(Name, Recipient<Drain>)> = vec![
             ("claim".into(), claim.clone().recipient()),
+            ("stale-sweep".into(), stale_sweep.clone().recipient()),
             ("dispatch".into(), dispatch.clone().recipient()),
             ("settle".into(), settle.clone().recipient()),
             ("heartbeat".into(), heartbeat.clone().recipient()),
@@ -117,8 +123,13 @@ impl Engine {
         if let Ok(warden) = registry.recipient::<CatchUp>() {
             let _ = warden.send(CatchUp).await;
         }
-        let observed =
-            vec![heartbeat.recipient(), settle.recipient(), dispatch.recipient(), claim.recipient()];
+        let observed = vec![
+            heartbeat.recipient(),
+            settle.recipient(),
+            dispatch.recipient(),
+            stale_sweep.recipient(),
+            claim.recipient(),
+        ];
         Ok(Self { registry, standing, drainer, observed })
     }
 

@@ -22,6 +22,7 @@ pub mod claim;
 pub mod dispatch;
 pub mod heartbeat;
 pub mod settle;
+pub mod stale_sweep;
 pub mod warden;
 
 use std::cell::Cell;

@@ -9,6 +9,7 @@ use crate::actor::claim::ClaimActor;
 use crate::actor::dispatch::DispatchActor;
 use crate::actor::heartbeat::HeartbeatActor;
 use crate::actor::settle::SettleActor;
+use crate::actor::stale_sweep::StaleSweepActor;
 
 /// Makes the actor that gets it panic.
 #[derive(Clone, Copy, Debug, Message)]
@@ -40,7 +41,7 @@ macro_rules! mortal {
     )*};
 }
 
-mortal!(ClaimActor, DispatchActor, SettleActor, HeartbeatActor);
+mortal!(ClaimActor, DispatchActor, SettleActor, HeartbeatActor, StaleSweepActor);
 
 /// Ends an actor and waits until it is gone.
 pub(super) async fn end<A>(addr: &Addr<A>)

@@ -9,6 +9,7 @@ mod fake_direct;
 mod fake_peers;
 mod probe;
 mod rig;
+mod sweep_rig;
 mod table;
 
 pub use crash::Crash;
@@ -17,6 +18,7 @@ pub use fake_direct::{DirectOp, FakeDirect};
 pub use fake_peers::{FakeDeathWatch, FakeSweep};
 pub use probe::{ProbeActor, TestProbe, runner};
 pub use rig::{ClaimRig, DispatchRig, HeartbeatRig, SettleRig, deliver, engine_parts, identity};
+pub use sweep_rig::SweepRig;
 pub use table::{Row, claimed};
 
 use actix::System;

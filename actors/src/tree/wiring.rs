@@ -17,17 +17,18 @@ use crate::actor::claim::{ClaimActor, ClaimParts};
 use crate::actor::dispatch::{DispatchActor, DispatchParts};
 use crate::actor::heartbeat::{HeartbeatActor, HeartbeatParts};
 use crate::actor::settle::{Backlog, SettleActor, SettleParts};
+use crate::actor::stale_sweep::{StaleSweepActor, StaleSweepParts, Subscribers};
 use crate::actor::warden::{CatchUp, Told, WardenActor};
 use crate::delivery::InFlight;
 use crate::instance::{InstanceId, InstanceIdentity};
 use crate::lane::{Crew, CrewParts};
 use crate::message::{
     AliveLockChanged, BeatNow, Evicted, Fence, GateChanged, Pause, RequestImmediatePoll, Resume, Settle,
-    Unfence,
+    SubscribeToEvictions, SweepNow, Unfence,
 };
 use crate::options::Options;
 use crate::policy::retry::RetryPolicy;
-use crate::port::{InstanceStore, WorkStore};
+use crate::port::{DeathWatch, InstanceStore, SweepStore, WorkStore};
 use crate::registry::{GaveUp, Group, Placement, Spec};
 use crate::runner::Runner;
 use crate::standing::Standing;
@@ -44,6 +45,7 @@ pub(super) struct Specs {
     pub(super) heartbeat: Spec<HeartbeatActor>,
     pub(super) settle: Spec<SettleActor>,
     pub(super) dispatch: Spec<DispatchActor>,
+    pub(super) stale_sweep: Spec<StaleSweepActor>,
     pub(super) claim: Spec<ClaimActor>,
 }
 
@@ -104,19 +106,32 @@ impl Specs {
             dispatch(Arc::clone(&wiring), parts.runners, parts.handlers, settle.addr().recipient());
         let claim =
             claim(Arc::clone(&wiring), categories.into(), parts.work, dispatch.addr(), heartbeat.addr());
+        let stale_sweep =
+            stale_sweep(Arc::clone(&wiring), parts.sweep, parts.watch, claim.addr().recipient());
         // Set once, before anything starts; the factories read them when they run.
         let _ = wiring.wake.set(claim.addr().recipient());
         let _ = links.set(Told {
-            fence: vec![claim.addr().recipient(), dispatch.addr().recipient(), settle.addr().recipient()],
-            unfence: vec![settle.addr().recipient(), dispatch.addr().recipient(), claim.addr().recipient()],
+            fence: vec![
+                claim.addr().recipient(),
+                stale_sweep.addr().recipient(),
+                dispatch.addr().recipient(),
+                settle.addr().recipient(),
+            ],
+            unfence: vec![
+                settle.addr().recipient(),
+                dispatch.addr().recipient(),
+                stale_sweep.addr().recipient(),
+                claim.addr().recipient(),
+            ],
             evicted: vec![
                 claim.addr().recipient(),
+                stale_sweep.addr().recipient(),
                 dispatch.addr().recipient(),
                 settle.addr().recipient(),
                 heartbeat.addr().recipient(),
             ],
         });
-        Self { warden, heartbeat, settle, dispatch, claim }
+        Self { warden, heartbeat, settle, dispatch, stale_sweep, claim }
     }
 
     /// The tree. Users' actors start when the instance is a member and stop when the last handler has ended, so that handlers may use them.
@@ -134,6 +149,7 @@ impl Specs {
             .on(Placement::Work)
             .child(self.settle)
             .child(self.dispatch)
+            .child(self.stale_sweep)
             .child(self.claim)
             .last_words(last_words());
         Group::new("workpump").group(vital).group(users).group(work)
@@ -231,6 +247,31 @@ fn dispatch(
         })
     })
     .liveness(WORK_LIVENESS)
+}
+
+fn stale_sweep(
+    wiring: Arc<Wiring>,
+    sweep: Arc<dyn SweepStore>,
+    watch: Option<Arc<dyn DeathWatch>>,
+    wake: Recipient<RequestImmediatePoll>,
+) -> Spec<StaleSweepActor> {
+    let subscribers: Arc<Subscribers> = Arc::default();
+    Spec::new("stale-sweep", move |_| {
+        StaleSweepActor::new(StaleSweepParts {
+            options: wiring.options.liveness.clone(),
+            instance: wiring.instance,
+            standing: Arc::clone(&wiring.standing),
+            sweep: Arc::clone(&sweep),
+            watch: watch.clone(),
+            wake: wake.clone(),
+            evicted: wiring.evicted.clone(),
+            subscribers: Arc::clone(&subscribers),
+            seed: seed(),
+        })
+    })
+    .liveness(WORK_LIVENESS)
+    .provides::<SweepNow>()
+    .provides::<SubscribeToEvictions>()
 }
 
 fn claim(
