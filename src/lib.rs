@@ -36,7 +36,7 @@ pub use pg::migrate::{
 };
 pub use pg::schema_name::BadSchemaName;
 pub use pump::{Builder, WorkPump};
-pub use status::{CategoryStatus, InstanceStatus, Status, status};
+pub use status::{CategoryStatus, Eviction, InstanceStatus, Status, evictions, status};
 pub use workpump_actors as engine;
 pub use workpump_actors::message::{Account, GateChanged, RequestImmediatePoll};
 pub use workpump_actors::options::Options;

@@ -16,7 +16,7 @@ use workpump_actors::port::{
     Beat, BeatAnswer, ClaimRequest, Claimed, InstanceStore, PortFuture, SettleItem, Settled, WorkStore,
 };
 use workpump_actors::runner::{Failure, Job, Runner};
-use workpump_actors::testing::claimed;
+use workpump_actors::testing::{FakeSweep, claimed};
 use workpump_actors::tree::{Engine, EngineParts};
 use workpump_actors::work::{Category, ClaimEpoch, ClaimedWork, WorkKey};
 
@@ -131,6 +131,8 @@ fn measure(name: &str, rows: usize, streams: usize, runner: Trivial) {
             },
             work: Arc::clone(&mill) as _,
             instances: Arc::clone(&mill) as _,
+            sweep: FakeSweep::new(),
+            watch: None,
             runners: vec![(Category::Inbox, Arc::new(runner))],
             handlers: handlers.handle().clone(),
             users: workpump_actors::registry::Group::new("users"),
