@@ -133,6 +133,7 @@ fn measure(name: &str, rows: usize, streams: usize, runner: Trivial) {
             instances: Arc::clone(&mill) as _,
             sweep: FakeSweep::new(),
             watch: None,
+            direct: None,
             runners: vec![(Category::Inbox, Arc::new(runner))],
             handlers: handlers.handle().clone(),
             users: workpump_actors::registry::Group::new("users"),

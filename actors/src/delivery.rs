@@ -17,6 +17,7 @@ use crate::lock;
 use crate::policy::lease::LeaseWindow;
 use crate::port::{SettleItem, Verdict};
 use crate::runner::Job;
+use crate::standing::Trust;
 use crate::work::{Category, ClaimEpoch, ClaimedWork, OrderKey, WorkKey};
 
 /// Every claim that somebody in this process still holds.
@@ -214,7 +215,7 @@ impl Delivery {
     }
 
     /// Starts it: the handler's part and the part that will settle it.
-    pub(crate) fn start(self, instance: InstanceId) -> (Job, Running) {
+    pub(crate) fn start(self, instance: InstanceId, trust: Trust) -> (Job, Running) {
         self.lease.running.fetch_add(1, Ordering::Relaxed);
         let running = Running {
             category: self.work.key.category,
@@ -224,7 +225,7 @@ impl Delivery {
             lease: RunningLease(self.lease),
         };
         let cancel = running.lease.0.cancel.child_token();
-        (Job { work: self.work, instance, cancel }, running)
+        (Job { work: self.work, instance, cancel, trust }, running)
     }
 }
 

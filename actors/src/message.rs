@@ -4,6 +4,7 @@
 //! coalesces. The failure this prevents: actors that know each other and can only be tested together.
 
 use std::collections::BTreeMap;
+use std::time::Instant;
 
 use actix::prelude::*;
 use serde::Serialize;
@@ -107,6 +108,19 @@ pub struct BeatNow;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
 #[rtype(result = "()")]
 pub struct AliveLockChanged(pub AliveLock);
+
+/// A ping was answered on the session that holds the alive-lock: it was held when the ping was sent. Noted in the standing already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
+#[rtype(result = "()")]
+pub struct TrustProven {
+    /// When the ping was sent.
+    pub sent_at: Instant,
+}
+
+/// Work is in hand, or about to be: prove that this instance is alive, and go on proving it while there is any.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
+#[rtype(result = "()")]
+pub struct ProbeNow;
 
 /// The instance was evicted: its id is burnt, and nothing may be claimed, run or written under it any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]

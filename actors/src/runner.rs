@@ -7,6 +7,7 @@ use futures_util::future::BoxFuture;
 use tokio_util::sync::CancellationToken;
 
 use crate::instance::InstanceId;
+use crate::standing::Trust;
 use crate::work::{ClaimedWork, FailureReason};
 
 /// One attempt at one row.
@@ -18,6 +19,8 @@ pub struct Job {
     pub instance: InstanceId,
     /// Fires when the lease is about to end or is known to be lost: stop, whatever you did is fenced from now on.
     pub cancel: CancellationToken,
+    /// Proves that the instance is still a member, when something is about to be done that the database cannot undo.
+    pub trust: Trust,
 }
 
 /// Why an attempt failed.

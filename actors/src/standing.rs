@@ -8,23 +8,30 @@
 //! leaves nothing unsaid. Everything else is written by the actor that hears it, as the first thing it does. What has no way back
 //! (an eviction, a drain, a departure) anyone may note.
 
-use std::sync::Mutex;
+mod trust;
+
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use tokio::sync::watch;
 use tokio::time::Instant;
 
 use crate::instance::{AliveLock, Gate};
 use crate::lock;
+use crate::policy::trust::TrustRule;
 
-/// What is known about this instance. A fresh one is fenced and free to work.
+use trust::TrustBook;
+pub use trust::{Trust, Untrusted};
+
+/// What is known about one life of this instance. A fresh one is fenced and free to work.
 #[derive(Debug, Default)]
 pub struct Standing {
+    wishes: Arc<Wishes>,
+    trust: TrustBook,
     member: Flag,
-    evicted: Flag,
+    evicted: watch::Sender<bool>,
     eviction_told: Flag,
-    paused: Flag,
-    draining: Flag,
     registered: Flag,
     leaving: Flag,
     deregistered: Flag,
@@ -33,6 +40,13 @@ pub struct Standing {
     gate: AtomicU8,
     alive_lock: AtomicU8,
     alive_lock_since: Mutex<Option<Instant>>,
+}
+
+/// What people want of it, whatever its id is: kept from life to life.
+#[derive(Debug, Default)]
+struct Wishes {
+    paused: Flag,
+    draining: Flag,
 }
 
 #[derive(Debug, Default)]
@@ -46,6 +60,21 @@ impl Flag {
     /// Returns what it was before.
     fn put(&self, value: bool) -> bool {
         self.0.swap(value, Ordering::AcqRel)
+    }
+}
+
+/// One life after another: each id has a standing of its own, so that nothing has to be reset.
+impl Standing {
+    /// For a fresh instance whose peers wait for so long.
+    pub fn new(rule: TrustRule) -> Self {
+        Self { trust: TrustBook::new(rule), ..Self::default() }
+    }
+
+    /// That of the next life under a fresh id. What was wished for goes on.
+    pub fn successor(&self) -> Self {
+        let next = Self { wishes: Arc::clone(&self.wishes), ..Self::new(self.trust_rule()) };
+        next.set_gate(self.gate());
+        next
     }
 }
 
@@ -68,12 +97,18 @@ impl Standing {
 
     /// Its id is burnt. There is no way back.
     pub fn evict(&self) {
-        self.evicted.put(true);
+        self.evicted.send_replace(true);
     }
 
     /// Whether it was evicted.
     pub fn is_evicted(&self) -> bool {
-        self.evicted.is_set()
+        *self.evicted.borrow()
+    }
+
+    /// Waits until it is evicted.
+    async fn evicted(&self) {
+        // The sender lives as long as this.
+        let _ = self.evicted.subscribe().wait_for(|evicted| *evicted).await;
     }
 
     /// Whether everyone still has to be told of the eviction. True once.
@@ -86,27 +121,27 @@ impl Standing {
 impl Standing {
     /// Claims nothing until [`Standing::resume`].
     pub fn pause(&self) {
-        self.paused.put(true);
+        self.wishes.paused.put(true);
     }
 
     /// Claims again.
     pub fn resume(&self) {
-        self.paused.put(false);
+        self.wishes.paused.put(false);
     }
 
     /// Whether it is paused.
     pub fn is_paused(&self) -> bool {
-        self.paused.is_set()
+        self.wishes.paused.is_set()
     }
 
     /// A drain has begun: claims and starts nothing any more. There is no way back.
     pub fn drain(&self) {
-        self.draining.put(true);
+        self.wishes.draining.put(true);
     }
 
     /// Whether a drain has begun.
     pub fn is_draining(&self) -> bool {
-        self.draining.is_set()
+        self.wishes.draining.is_set()
     }
 
     /// Whether nothing new may ever be taken in hand again.
@@ -264,6 +299,22 @@ mod tests {
             assert_eq!(standing.alive_lock(), lock);
             lock_before = lock;
         }
+    }
+
+    #[test]
+    fn the_next_life_knows_what_was_wished_for_and_nothing_else() {
+        let first = Standing::default();
+        first.unfence();
+        first.register();
+        first.set_alive_lock(AliveLock::Held);
+        first.set_gate(Gate::Available);
+        first.evict();
+        let second = first.successor();
+        assert!(second.is_fenced() && !second.is_evicted() && !second.is_registered());
+        assert_eq!((second.alive_lock(), second.gate()), (AliveLock::NoSource, Gate::Available));
+        first.pause();
+        second.drain();
+        assert!(second.is_paused() && first.is_draining());
     }
 
     #[test]

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! workpump
-//! ├── vital   warden, heartbeat           on the vital thread
-//! ├── users   whatever users supervise    contained: when it is given up, the pump goes on, and is not ready
-//! └── work    settle, dispatch, stale-sweep, claim     on the work thread
+//! ├── vital   warden, notify_gate, heartbeat         on the vital thread
+//! ├── users   whatever users supervise               contained: when it is given up, the pump goes on, and is not ready
+//! └── work    settle, dispatch, stale-sweep, claim   on the work thread
 //! ```
 //!
 //! The rule: they start in this order, and a drain goes the other way, so that claiming stops first, the last result is written before
@@ -13,6 +13,8 @@
 //! run them, results with nobody to write them, and leases handed back while a result is still on its way.
 
 mod drain;
+mod life;
+mod rebirth;
 mod wiring;
 
 use std::sync::Arc;
@@ -22,16 +24,17 @@ use actix::prelude::*;
 use tokio::runtime::Handle;
 
 use crate::actor::warden::CatchUp;
-use crate::instance::{Gate, InstanceIdentity};
+use crate::instance::{AliveLock, Gate, InstanceId, InstanceIdentity};
 use crate::message::{Account, Drain, GateChanged, Observe, RequestImmediatePoll};
 use crate::options::{Options, OptionsError};
-use crate::port::{DeathWatch, InstanceStore, SweepStore, WorkStore};
+use crate::policy::trust::TrustRule;
+use crate::port::{DeathWatch, DirectConnector, InstanceStore, SweepStore, WorkStore};
 use crate::registry::{GaveUp, Group, Host, Name, Registry, StartFailed};
 use crate::runner::Runner;
-use crate::standing::Standing;
 use crate::work::Category;
 
 use drain::Drainer;
+use life::Lives;
 use wiring::Specs;
 
 pub use crate::message::Drained as DrainReport;
@@ -46,6 +49,8 @@ pub struct EngineParts {
     pub work: Arc<dyn WorkStore>,
     /// The membership table.
     pub instances: Arc<dyn InstanceStore>,
+    /// Opens the direct session. `None`: there is none, and beats alone show that the instance is alive.
+    pub direct: Option<Arc<dyn DirectConnector>>,
     /// The backstop that finds dead peers, and hands back what they held.
     pub sweep: Arc<dyn SweepStore>,
     /// The death watch; none where there is no direct connection.
@@ -84,7 +89,7 @@ pub enum StartError {
 #[derive(Debug)]
 pub struct Engine {
     registry: Registry,
-    standing: Arc<Standing>,
+    lives: Arc<Lives>,
     drainer: Arc<Drainer>,
     observed: Vec<Recipient<Observe>>,
 }
@@ -102,20 +107,23 @@ impl Engine {
             host.close().await;
             return Err(error.into());
         }
-        let standing: Arc<Standing> = Arc::default();
+        let rule = TrustRule::new(parts.options.liveness.grace());
+        let lives = Lives::new(parts.identity.clone(), rule);
         let (start_deadline, mut parts) = (parts.start_deadline, parts);
         let users = std::mem::replace(&mut parts.users, Group::new("users"));
         let drain_deadline = Duration::from_secs(parts.options.dispatch.drain_deadline_seconds.into());
-        let specs = Specs::new(parts, Arc::clone(&standing));
-        let (heartbeat, settle) = (specs.heartbeat.addr(), specs.settle.addr());
-        let (dispatch, claim) = (specs.dispatch.addr(), specs.claim.addr());
-        let stale_sweep = specs.stale_sweep.addr();
+        let specs = Specs::new(parts, Arc::clone(&lives));
+        let (notify_gate, heartbeat) = (specs.notify_gate.addr(), specs.heartbeat.addr());
+        let (settle, dispatch) = (specs.settle.addr(), specs.dispatch.addr());
+        let (stale_sweep, claim) = (specs.stale_sweep.addr(), specs.claim.addr());
         let drained: Vec<(Name, Recipient<Drain>)> = vec![
             ("claim".into(), claim.clone().recipient()),
             ("stale-sweep".into(), stale_sweep.clone().recipient()),
             ("dispatch".into(), dispatch.clone().recipient()),
             ("settle".into(), settle.clone().recipient()),
             ("heartbeat".into(), heartbeat.clone().recipient()),
+            // The lock goes when the instance has left.
+            ("notify_gate".into(), notify_gate.clone().recipient()),
         ];
         let drainer = Drainer::new(drained, drain_deadline);
         let registry = specs.group(users, &drainer).start(host, start_deadline).await?;
@@ -124,13 +132,14 @@ impl Engine {
             let _ = warden.send(CatchUp).await;
         }
         let observed = vec![
+            notify_gate.recipient(),
             heartbeat.recipient(),
             settle.recipient(),
             dispatch.recipient(),
             stale_sweep.recipient(),
             claim.recipient(),
         ];
-        Ok(Self { registry, standing, drainer, observed })
+        Ok(Self { registry, lives, drainer, observed })
     }
 
     /// The tree of actors: addresses, health, events. For users' own actors and for whoever watches.
@@ -163,9 +172,21 @@ impl Engine {
     }
 
     /// Whether it is a member and works, and every actor with it: false before the first accepted heartbeat, while fenced, while an actor
-    /// is being restarted or was given up, and for good after an eviction or a drain. [`Registry::health`] says who is not well.
+    /// is being restarted or was given up, from an eviction to the first accepted heartbeat under the next id, and for good after a drain.
+    /// [`Registry::health`] says who is not well.
     pub fn is_ready(&self) -> bool {
-        !self.standing.is_fenced() && !self.standing.is_over() && self.registry.health().is_ready()
+        let standing = &self.lives.current().standing;
+        !standing.is_fenced() && !standing.is_over() && self.registry.health().is_ready()
+    }
+
+    /// The id it is known by now. Another one after an eviction; no id is used twice.
+    pub fn instance_id(&self) -> InstanceId {
+        self.lives.current().instance()
+    }
+
+    /// Whether its session holds its alive-lock, as far as it knows.
+    pub fn is_alive_lock_held(&self) -> bool {
+        self.lives.current().standing.alive_lock() == AliveLock::Held
     }
 
     /// Resolves when the tree has ended: well after a drain, with an error when an actor of the pump was given up.
@@ -189,7 +210,7 @@ impl Engine {
     /// Stops claiming, hands back what was not started, waits for what runs, writes every result, leaves the membership, and ends the
     /// actors and their threads. A second call waits for the first and gives its report. Needs no particular runtime.
     pub async fn drain(&self) -> DrainReport {
-        self.standing.drain();
+        self.lives.current().standing.drain();
         if let Some(draining) = self.drainer.begin() {
             // On the host: whoever asked for it may go away meanwhile.
             self.registry.spawn(draining.run(None));

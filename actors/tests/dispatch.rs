@@ -308,7 +308,7 @@ fn an_eviction_cancels_every_handler_and_writes_nothing() {
         rig.dispatch(rows(Some(Uuid::now_v7()), 0..3));
         rig.dispatch(rows(None, 0..3));
         quiesce().await;
-        rig.addr.do_send(Evicted(workpump_actors::instance::InstanceId::fresh()));
+        rig.addr.do_send(Evicted(rig.instance));
         quiesce().await;
         assert!(results(&mut rig).is_empty());
         let account = account(&rig).await;

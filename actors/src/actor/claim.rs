@@ -16,7 +16,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::delivery::InFlight;
 use crate::instance::{Gate, InstanceId};
-use crate::message::{BeatNow, Dispatch, Evicted, HandBack};
+use crate::message::{BeatNow, Dispatch, Evicted, HandBack, ProbeNow};
 use crate::options::Options;
 use crate::policy::poll::{PollCadence, Wait};
 use crate::port::{ClaimRequest, WorkStore};
@@ -47,6 +47,8 @@ pub struct ClaimParts {
     pub hand_back: Recipient<HandBack>,
     /// Registers the instance again when the store does not know it.
     pub beat_now: Recipient<BeatNow>,
+    /// Proves that this instance is alive while there is work in hand.
+    pub probe: Recipient<ProbeNow>,
     /// Learns that this instance was evicted.
     pub evicted: Recipient<Evicted>,
     /// Seed of the jitter.
@@ -95,6 +97,8 @@ pub struct ClaimActor {
     was_down: bool,
     drain: Option<tokio::sync::oneshot::Sender<()>>,
     wake: bool,
+    /// Woken by news and not by the alarm: rows are likely.
+    rung: bool,
     empty_polls: u32,
     contended: u32,
     due_misses: u32,
@@ -134,6 +138,7 @@ impl ClaimActor {
             was_down: parts.standing.gate() == Gate::Unavailable,
             drain: None,
             wake: true,
+            rung: false,
             empty_polls: 0,
             contended: 0,
             due_misses: 0,
@@ -155,8 +160,30 @@ impl ClaimActor {
     }
 
     fn wake(&mut self, ctx: &mut Context<Self>) {
+        self.rung = true;
+        self.look(ctx);
+    }
+
+    fn look(&mut self, ctx: &mut Context<Self>) {
         self.wake = true;
         self.step(ctx);
+    }
+
+    /// Whether a claim may be sent at this moment. An idle instance has stopped proving itself: then the proof is asked for beside the
+    /// claim, which the database refuses to whoever was evicted, and no row starts before it. With work in hand trust must not have ended.
+    fn may_send(&mut self) -> bool {
+        let rung = std::mem::take(&mut self.rung);
+        if self.parts.standing.is_trusted(now()) {
+            return true;
+        }
+        let idle = self.parts.in_flight.is_empty();
+        if !idle {
+            self.parts.standing.doubt();
+        }
+        if !idle || rung {
+            self.parts.probe.do_send(ProbeNow);
+        }
+        idle
     }
 
     /// Decides what is next, unless an operation is under way: its answer comes back here.
@@ -206,8 +233,8 @@ impl ClaimActor {
             }
             act.gathering = None;
             match permits {
-                Some(permits) if act.may_claim() => act.claim(permits, ctx),
-                // Not allowed any more, or the semaphore was closed for good.
+                Some(permits) if act.may_claim() && act.may_send() => act.claim(permits, ctx),
+                // Not allowed now, or any more, or the semaphore was closed for good. An `Unfence` follows the next proof.
                 Some(_) | None => act.park(ctx),
             }
         })));
@@ -276,7 +303,7 @@ impl ClaimActor {
         }
         self.alarm.set(ctx, wait, |act, ctx| {
             act.alarm.rang();
-            act.wake(ctx);
+            act.look(ctx);
         });
     }
 
@@ -320,6 +347,7 @@ impl ClaimActor {
         match self.phase {
             _ if self.parts.standing.is_over() => "stopped",
             _ if !self.parts.options.claim.enabled => "disabled",
+            _ if !self.parts.options.heartbeat.enabled => "disabled with the heartbeat: it never registers",
             _ if self.parts.standing.is_fenced() => "fenced",
             _ if self.parts.standing.is_paused() => "paused",
             Phase::Parked => "parked",

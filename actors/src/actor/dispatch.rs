@@ -13,7 +13,10 @@ use actix::prelude::*;
 
 use crate::delivery::Settlement;
 use crate::lane::{Crew, DrainBegan, Mode};
-use crate::message::{Account, Dispatch, Drain, Drained, Evicted, Fence, HandBack, Observe, Settle, Unfence};
+use crate::message::{
+    Account, Dispatch, Drain, Drained, Evicted, Fence, HandBack, Observe, ProbeNow, Settle, Unfence,
+};
+use crate::options::OnFence;
 use crate::standing::Standing;
 
 use super::{Alarm, Health, now};
@@ -36,6 +39,10 @@ pub struct DispatchParts {
     pub standing: Arc<Standing>,
     /// Writes results.
     pub settle: Recipient<Settle>,
+    /// Brings the proof without which nothing may start.
+    pub probe: Recipient<ProbeNow>,
+    /// What becomes of running handlers while the instance is fenced.
+    pub on_fence: OnFence,
     /// How long a drain waits for handlers.
     pub drain_deadline: Duration,
 }
@@ -56,6 +63,8 @@ pub struct DispatchActor {
     crew: Arc<Crew>,
     standing: Arc<Standing>,
     settle: Recipient<Settle>,
+    probe: Recipient<ProbeNow>,
+    on_fence: OnFence,
     drain_deadline: Duration,
     deadline: Alarm,
     deadline_at: Option<std::time::Instant>,
@@ -87,6 +96,8 @@ impl DispatchActor {
             crew: parts.crew,
             standing: parts.standing,
             settle: parts.settle,
+            probe: parts.probe,
+            on_fence: parts.on_fence,
             drain_deadline: parts.drain_deadline,
             deadline: Alarm::default(),
             deadline_at: None,
@@ -109,10 +120,28 @@ impl DispatchActor {
             self.crew.set_mode(Mode::Draining);
             self.crew.release_unstarted();
             self.fetch();
+        } else if self.standing.is_fenced() {
+            self.crew.set_mode(Mode::Held);
+            if self.on_fence == OnFence::Cancel {
+                self.cancel_all();
+                // Their leases were told to stop: they would start only to be told the same.
+                self.crew.release_unstarted();
+            }
         } else {
-            self.crew.set_mode(if self.standing.is_fenced() { Mode::Held } else { Mode::Run });
+            self.run_if_trusted();
         }
         self.watch_next(ctx);
+    }
+
+    /// Starts rows, or asks for the proof that is missing.
+    fn run_if_trusted(&self) {
+        if self.crew.is_trusted() {
+            self.crew.set_mode(Mode::Run);
+        } else if self.crew.in_hand() > 0 {
+            self.crew.set_mode(Mode::Held);
+            self.standing.doubt();
+            self.probe.do_send(ProbeNow);
+        }
     }
 
     /// Passes on what has finished. Nothing may come between: what was fetched is nowhere else.
@@ -133,6 +162,10 @@ impl DispatchActor {
     /// Fetches, looks at parked rows, and goes on looking as long as there is need.
     fn look_round(&mut self, ctx: &mut Context<Self>) {
         self.fetch();
+        let may_run = !self.standing.is_fenced() && !self.standing.is_over();
+        if may_run && self.crew.mode() == Mode::Held {
+            self.run_if_trusted();
+        }
         let parked = self.crew.retry_parked();
         self.keep_round(parked, ctx);
     }
@@ -201,6 +234,9 @@ impl Handler<Dispatch> for DispatchActor {
 
     fn handle(&mut self, Dispatch { deliveries }: Dispatch, ctx: &mut Self::Context) {
         self.crew.accept(deliveries);
+        if self.crew.mode() == Mode::Run && !self.crew.is_trusted() {
+            self.crew.hold_untrusted();
+        }
         self.watch_next(ctx);
         self.keep_round(true, ctx);
     }
@@ -244,7 +280,10 @@ impl Handler<Unfence> for DispatchActor {
 impl Handler<Evicted> for DispatchActor {
     type Result = ();
 
-    fn handle(&mut self, _: Evicted, ctx: &mut Self::Context) {
+    fn handle(&mut self, Evicted(instance): Evicted, ctx: &mut Self::Context) {
+        if instance != self.crew.instance() {
+            return;
+        }
         self.standing.evict();
         self.agree(ctx);
     }

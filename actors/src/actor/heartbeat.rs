@@ -4,27 +4,35 @@
 //! failures this prevents: a live instance evicted because one bad answer ended its loop, and a dead id that rises again beside its
 //! successor.
 
+mod judge;
+
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use actix::prelude::*;
 use tokio::sync::oneshot;
-use tokio::time::Instant;
 
+use crate::delivery::InFlight;
 use crate::instance::{AliveLock, InstanceIdentity};
-use crate::message::{Account, AliveLockChanged, BeatNow, Drain, Drained, Evicted, Observe, Unfence};
+use crate::message::{Account, AliveLockChanged, BeatNow, Drain, Drained, Evicted, Fence, Observe, Unfence};
 use crate::options::HeartbeatOptions;
 use crate::policy::beat::BeatCadence;
+use crate::policy::trust::SentBeat;
 use crate::port::{Beat, BeatAnswer, InstanceStore, StoreError};
 use crate::standing::Standing;
 
-use super::{Alarm, Health, backoff};
+use super::{Alarm, Health, backoff, now};
+use judge::Judge;
 
 /// First pause after an error.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
 
 /// Longest pause between two looks at the schema.
 const SCHEMA_PAUSE: Duration = Duration::from_secs(5);
+
+/// The pause between two beats after the loss of the lock and while the instance is fenced: peers have to learn of the one, and the
+/// other ends with a beat.
+const URGENT_PAUSE: Duration = Duration::from_secs(1);
 
 /// How long one beat, and any other call of this actor, may take at most.
 const CALL_DEADLINE: Duration = Duration::from_secs(10);
@@ -42,7 +50,11 @@ pub struct HeartbeatParts {
     pub accepts_work: bool,
     /// What is known about this instance.
     pub standing: Arc<Standing>,
-    /// Learn that the instance is a member.
+    /// What is in hand: with nothing in it, nothing has to be trusted.
+    pub in_flight: Arc<InFlight>,
+    /// Learns that trust has ended.
+    pub fence: Recipient<Fence>,
+    /// Learn that the instance is a member, and that it is trusted again.
     pub unfence: Vec<Recipient<Unfence>>,
     /// Learns that this instance was evicted.
     pub evicted: Recipient<Evicted>,
@@ -75,7 +87,10 @@ pub struct HeartbeatActor {
     cadence: BeatCadence,
     alarm: Alarm,
     health: Health,
+    judge: Judge,
     phase: Phase,
+    /// When a lock that was declared was lost, until it is held again.
+    lock_lost: Option<Instant>,
     busy: bool,
     beat_again: bool,
     /// A beat of this incarnation was accepted.
@@ -119,6 +134,8 @@ impl HeartbeatActor {
             store,
             alarm: Alarm::default(),
             health: Health::default(),
+            judge: Judge::default(),
+            lock_lost: None,
             busy: false,
             beat_again: false,
             member: false,
@@ -167,29 +184,33 @@ impl HeartbeatActor {
         self.busy = true;
         self.beat_again = false;
         self.beats += 1;
-        let lock = self.parts.standing.alive_lock();
+        let standing = &self.parts.standing;
+        let lock = standing.alive_lock();
         let interval = self.cadence.interval(lock);
+        let lock_declared = self.cadence.declares_lock(lock);
         let beat = Beat {
             identity: self.parts.identity.clone(),
             interval,
-            lock_declared: self.cadence.declares_lock(lock),
+            lock_declared,
             accepts_work: self.parts.accepts_work,
         };
         let store = Arc::clone(&self.store);
-        let sent_at = Instant::now();
+        let lock = lock_declared.then(|| standing.lock_session());
+        let sent = SentBeat { sent_at: now(), lock, interval };
+        standing.beat_sent(sent);
         let beaten = async move { within(interval.min(CALL_DEADLINE), store.beat(beat)).await };
         ctx.spawn(beaten.into_actor(self).map(move |answer, act, ctx| {
             act.busy = false;
-            act.beaten(answer, sent_at, ctx);
+            act.beaten(answer, sent, ctx);
         }));
     }
 
-    fn beaten(&mut self, answer: Result<BeatAnswer, StoreError>, sent_at: Instant, ctx: &mut Context<Self>) {
+    fn beaten(&mut self, answer: Result<BeatAnswer, StoreError>, sent: SentBeat, ctx: &mut Context<Self>) {
         match answer {
             Ok(BeatAnswer::Accepted) => {
-                self.accept();
+                self.accept(sent, ctx);
                 // Resolved anew at every tick: the lock may have changed meanwhile.
-                let next = self.interval().saturating_sub(sent_at.elapsed());
+                let next = self.pause().saturating_sub(now().saturating_duration_since(sent.sent_at));
                 self.again_in(next, ctx);
             }
             Ok(BeatAnswer::Evicted) | Err(StoreError::Evicted(_)) => {
@@ -198,7 +219,7 @@ impl HeartbeatActor {
             }
             Err(error) => {
                 self.wrong(&error, "heartbeat failed");
-                let cap = self.interval();
+                let cap = self.pause();
                 self.again_in(backoff(self.health.in_a_row(), FIRST_PAUSE, cap), ctx);
             }
         }
@@ -208,18 +229,25 @@ impl HeartbeatActor {
         self.cadence.interval(self.parts.standing.alive_lock())
     }
 
-    fn accept(&mut self) {
+    /// The time to the next beat: the interval that peers are told, or less while they have to be told something.
+    fn pause(&self) -> Duration {
+        let patience = 2 * self.parts.standing.trust_rule().grace();
+        let lost = self.lock_lost.is_some_and(|at| now().saturating_duration_since(at) < patience);
+        if lost || self.judge.fenced { URGENT_PAUSE.min(self.interval()) } else { self.interval() }
+    }
+
+    fn accept(&mut self, sent: SentBeat, ctx: &mut Context<Self>) {
         self.parts.standing.register();
+        self.parts.standing.beat_accepted(sent);
         self.health.well();
         self.accepted += 1;
         if !self.member {
             self.member = true;
             // In this order: whoever waits for the progress can rely on the news being on its way.
-            for unfence in &self.parts.unfence {
-                unfence.do_send(Unfence);
-            }
+            self.unfence();
             (self.parts.progress)(Ok(()));
         }
+        self.proven(ctx);
     }
 
     fn evict(&mut self) {
@@ -321,7 +349,12 @@ impl Handler<AliveLockChanged> for HeartbeatActor {
     /// Peers judge by what the last beat declared, so a change that matters is declared at once.
     fn handle(&mut self, AliveLockChanged(lock): AliveLockChanged, ctx: &mut Self::Context) {
         let before = self.parts.standing.set_alive_lock(lock);
-        if self.cadence.must_declare(before, lock) {
+        if self.cadence.declares_lock(lock) {
+            self.lock_lost = None;
+            // Also when it was held before: it is another session's now.
+            self.beat_soon(ctx);
+        } else if self.cadence.must_declare(before, lock) {
+            self.lock_lost = Some(now());
             self.beat_soon(ctx);
         }
     }
@@ -331,7 +364,10 @@ impl Handler<Evicted> for HeartbeatActor {
     type Result = ();
 
     /// Somebody else was told first.
-    fn handle(&mut self, _: Evicted, ctx: &mut Self::Context) {
+    fn handle(&mut self, Evicted(instance): Evicted, ctx: &mut Self::Context) {
+        if instance != self.parts.identity.id {
+            return;
+        }
         self.parts.standing.evict();
         self.phase = Phase::Over;
         self.step(ctx);
@@ -369,6 +405,7 @@ impl Handler<Observe> for HeartbeatActor {
                 ("beats", self.beats),
                 ("accepted", self.accepted),
                 ("interval_seconds", self.interval().as_secs()),
+                ("fences", self.judge.fences),
                 ("lock_held", u64::from(self.parts.standing.alive_lock() == AliveLock::Held)),
             ],
         );

@@ -21,6 +21,7 @@
 pub mod claim;
 pub mod dispatch;
 pub mod heartbeat;
+pub mod notify_gate;
 pub mod settle;
 pub mod stale_sweep;
 pub mod warden;

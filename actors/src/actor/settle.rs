@@ -16,7 +16,7 @@ use tokio::sync::oneshot;
 
 use crate::instance::InstanceId;
 use crate::message::{
-    Account, Drain, Drained, Evicted, Fence, Observe, RequestImmediatePoll, Settle, Unfence,
+    Account, Drain, Drained, Evicted, Fence, Observe, ProbeNow, RequestImmediatePoll, Settle, Unfence,
 };
 use crate::options::SettleOptions;
 use crate::policy::coalesce::{CoalesceLimits, Coalescer, Decision};
@@ -51,6 +51,8 @@ pub struct SettleParts {
     pub drain_deadline: Duration,
     /// Learns that rows became claimable.
     pub wake: Option<Recipient<RequestImmediatePoll>>,
+    /// Brings the proof without which nothing may be written.
+    pub probe: Recipient<ProbeNow>,
     /// Learns that this instance was evicted.
     pub evicted: Recipient<Evicted>,
     /// Seed of the jitter.
@@ -116,6 +118,11 @@ impl SettleActor {
         let backlog = &self.parts.backlog;
         if self.pausing || self.parts.standing.is_fenced() || backlog.is_flushing() || backlog.is_closed() {
             return;
+        }
+        if backlog.unwritten() > 0 && !self.parts.standing.is_trusted(now()) {
+            // Nothing is sent, and the next proof brings an `Unfence`.
+            self.parts.standing.doubt();
+            return self.parts.probe.do_send(ProbeNow);
         }
         if let Some(flush) = backlog.begin_again() {
             return self.flush(flush, ctx);
@@ -243,6 +250,7 @@ impl SettleActor {
         match () {
             () if self.parts.backlog.is_closed() => "stopped",
             () if self.parts.standing.is_fenced() => "fenced",
+            () if self.parts.standing.is_doubted() => "waiting for a proof",
             () if self.parts.backlog.is_flushing() => "writing",
             () if self.parts.backlog.unwritten() > 0 => "gathering",
             () => "idle",
@@ -286,7 +294,10 @@ impl Handler<Unfence> for SettleActor {
 impl Handler<Evicted> for SettleActor {
     type Result = ();
 
-    fn handle(&mut self, _: Evicted, ctx: &mut Self::Context) {
+    fn handle(&mut self, Evicted(instance): Evicted, ctx: &mut Self::Context) {
+        if instance != self.parts.instance {
+            return;
+        }
         self.parts.standing.evict();
         self.alarm.clear(ctx);
         self.discard_all(None, &"this instance was evicted");

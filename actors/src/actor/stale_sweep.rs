@@ -288,8 +288,11 @@ impl Handler<Unfence> for StaleSweepActor {
 impl Handler<Evicted> for StaleSweepActor {
     type Result = ();
 
-    fn handle(&mut self, _: Evicted, ctx: &mut Self::Context) {
-        self.end(ctx);
+    /// News of an earlier life ends only that one.
+    fn handle(&mut self, Evicted(instance): Evicted, ctx: &mut Self::Context) {
+        if instance == self.parts.instance {
+            self.end(ctx);
+        }
     }
 }
 

@@ -8,15 +8,24 @@ use std::sync::Arc;
 use actix::prelude::*;
 
 use crate::instance::InstanceId;
-use crate::message::{Evicted, Fence, Unfence};
+use crate::message::{Evicted, Fence, ProbeNow, Unfence};
 use crate::standing::Standing;
 
 /// Where news about the whole instance goes: it tells everyone concerned.
-#[derive(Debug)]
 pub struct WardenActor {
     instance: InstanceId,
     told: Told,
     standing: Arc<Standing>,
+    after_eviction: AfterEviction,
+}
+
+/// What happens when everyone was told of an eviction. Called again by the next warden, should this one die of it.
+pub type AfterEviction = Box<dyn Fn(InstanceId) + Send>;
+
+impl std::fmt::Debug for WardenActor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("WardenActor").field("instance", &self.instance).finish_non_exhaustive()
+    }
 }
 
 /// Who is told of what, in this order.
@@ -28,12 +37,19 @@ pub struct Told {
     pub unfence: Vec<Recipient<Unfence>>,
     /// Whoever has to give up.
     pub evicted: Vec<Recipient<Evicted>>,
+    /// Whoever can prove that the instance is alive.
+    pub probe: Vec<Recipient<ProbeNow>>,
 }
 
 impl WardenActor {
     /// Speaks for this instance.
-    pub fn new(instance: InstanceId, standing: Arc<Standing>, told: Told) -> Self {
-        Self { instance, told, standing }
+    pub fn new(
+        instance: InstanceId,
+        standing: Arc<Standing>,
+        told: Told,
+        after_eviction: AfterEviction,
+    ) -> Self {
+        Self { instance, told, standing, after_eviction }
     }
 }
 
@@ -49,6 +65,7 @@ impl Actor for WardenActor {
         }
         if self.standing.is_evicted() {
             self.told.evicted.iter().for_each(|recipient| recipient.do_send(Evicted(self.instance)));
+            (self.after_eviction)(self.instance);
         }
     }
 }
@@ -76,7 +93,11 @@ impl Handler<Fence> for WardenActor {
 impl Handler<Unfence> for WardenActor {
     type Result = ();
 
+    /// News of an earlier life must not open this one, which is no member yet.
     fn handle(&mut self, unfence: Unfence, _: &mut Self::Context) {
+        if !self.standing.is_registered() {
+            return;
+        }
         self.standing.unfence();
         self.told.unfence.iter().for_each(|recipient| recipient.do_send(unfence));
     }
@@ -86,11 +107,23 @@ impl Handler<Evicted> for WardenActor {
     type Result = ();
 
     fn handle(&mut self, evicted: Evicted, _: &mut Self::Context) {
+        if evicted.0 != self.instance {
+            return;
+        }
         self.standing.evict();
         // Everyone is told once, also during a drain and after the end of an actor.
         if self.standing.must_tell_eviction() {
             self.told.evicted.iter().for_each(|recipient| recipient.do_send(evicted));
-            tracing::error!(instance = %evicted.0, "this instance was evicted: it claims, runs and writes nothing any more");
+            tracing::error!(instance = %evicted.0, "this instance was evicted: nothing is claimed, run or written under its id any more");
+            (self.after_eviction)(evicted.0);
         }
+    }
+}
+
+impl Handler<ProbeNow> for WardenActor {
+    type Result = ();
+
+    fn handle(&mut self, probe: ProbeNow, _: &mut Self::Context) {
+        self.told.probe.iter().for_each(|recipient| recipient.do_send(probe));
     }
 }

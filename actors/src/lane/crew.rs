@@ -15,12 +15,14 @@ use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
+use crate::actor::now;
 use crate::delivery::{Delivery, InFlight, Running};
 use crate::instance::InstanceId;
 use crate::lock;
 use crate::policy::retry::RetryPolicy;
 use crate::port::Verdict;
 use crate::runner::{Failure, Runner};
+use crate::standing::Trust;
 use crate::work::{Category, FailureReason};
 
 use super::desk::Desk;
@@ -114,6 +116,7 @@ type Hand = (Arc<dyn Runner>, usize);
 /// What a crew is made of.
 pub(crate) struct CrewParts {
     pub(crate) instance: InstanceId,
+    pub(crate) trust: Trust,
     pub(crate) runners: Vec<(Category, Arc<dyn Runner>)>,
     pub(crate) handlers: Handle,
     pub(crate) threads: usize,
@@ -125,6 +128,7 @@ pub(crate) struct CrewParts {
 /// Runs rows on the handler runtime. Made once: it goes on while the actor in front of it is replaced.
 pub(crate) struct Crew {
     instance: InstanceId,
+    trust: Trust,
     runners: [Option<Hand>; 4],
     handlers: Handle,
     pub(super) threads: usize,
@@ -154,6 +158,7 @@ impl Crew {
         }
         Arc::new(Self {
             instance: parts.instance,
+            trust: parts.trust,
             runners,
             handlers: parts.handlers,
             threads: parts.threads.max(1),
@@ -175,6 +180,27 @@ impl Crew {
 
     pub(crate) fn instance(&self) -> InstanceId {
         self.instance
+    }
+
+    /// For handlers.
+    pub(crate) fn trust(&self) -> Trust {
+        self.trust.clone()
+    }
+
+    /// Whether a row may start now as far as trust goes. Asked before each start: a process that was stopped finds out here.
+    pub(crate) fn is_trusted(&self) -> bool {
+        self.trust.standing().is_trusted(now())
+    }
+
+    /// Starts nothing more, unless trust was proven meanwhile, and calls for whoever can see to it.
+    pub(crate) fn hold_untrusted(&self) {
+        {
+            let _yard = lock(&self.yard);
+            if self.mode() == Mode::Run && !self.is_trusted() {
+                self.mode.store(Mode::Held as u8, Ordering::Release);
+            }
+        }
+        self.desk.call();
     }
 
     pub(crate) fn runner(&self, category: Category) -> Option<&Arc<dyn Runner>> {

@@ -87,6 +87,20 @@ impl Desk {
         }
     }
 
+    /// Asks for a look, even with nothing to fetch.
+    pub(crate) fn call(&self) {
+        let bell = {
+            let mut tray = lock(&self.tray);
+            if std::mem::replace(&mut tray.rung, true) {
+                return;
+            }
+            tray.bell.clone()
+        };
+        if let Some(bell) = bell {
+            bell();
+        }
+    }
+
     /// Takes everything.
     pub(crate) fn fetch(&self) -> Vec<Settlement> {
         let mut tray = lock(&self.tray);

@@ -93,6 +93,7 @@ mod tests {
             let (permits, in_flight) = (Arc::new(Semaphore::new(10)), Arc::default());
             let crew = Crew::new(CrewParts {
                 instance: InstanceId::fresh(),
+                trust: crate::standing::Trust::new(Arc::default(), None),
                 runners: vec![(Category::Inbox, runner(1, |_| async { Ok(()) }))],
                 handlers: tokio::runtime::Handle::current(),
                 threads: 1,

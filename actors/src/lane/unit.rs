@@ -70,7 +70,11 @@ impl Unit {
     /// Starts the next row, or the next batch of rows.
     pub(crate) fn start(&mut self) -> Start {
         match self.crew.mode() {
-            Mode::Run => {}
+            Mode::Run if self.crew.is_trusted() => {}
+            Mode::Run => {
+                self.crew.hold_untrusted();
+                return Start::Hold;
+            }
             Mode::Held => return Start::Hold,
             Mode::Draining => {
                 self.release_rest();
@@ -184,7 +188,7 @@ fn start_one(crew: &Arc<Crew>, category: Category, lane: &mut Lane) -> Option<At
         let delivery = lane.rows.pop_front()?;
         match crew.admit(delivery) {
             Admission::Run(delivery) => {
-                let (job, running) = delivery.start(crew.instance());
+                let (job, running) = delivery.start(crew.instance(), crew.trust());
                 return Some(match crew.runner(category) {
                     Some(runner) => Attempt::one(runner, job, running),
                     None => Attempt::refused(running, no_runner(category)),
@@ -205,7 +209,7 @@ fn start_many(crew: &Arc<Crew>, category: Category, lanes: &mut [Lane], limit: u
             let Some(delivery) = lane.rows.pop_front() else { break };
             match crew.admit(delivery) {
                 Admission::Run(delivery) => {
-                    let (job, running) = delivery.start(crew.instance());
+                    let (job, running) = delivery.start(crew.instance(), crew.trust());
                     jobs.push(job);
                     rows.push((index, running));
                 }

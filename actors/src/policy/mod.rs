@@ -8,3 +8,4 @@ pub mod coalesce;
 pub mod lease;
 pub mod poll;
 pub mod retry;
+pub mod trust;

@@ -18,13 +18,16 @@ use crate::actor::settle::{SettleActor, SettleParts};
 use crate::delivery::{Delivery, InFlight, Lease};
 use crate::instance::{InstanceId, InstanceIdentity};
 use crate::lane::{Crew, CrewParts};
-use crate::message::{BeatNow, Dispatch, Evicted, Fence, HandBack, RequestImmediatePoll, Settle, Unfence};
+use crate::message::{
+    BeatNow, Dispatch, Evicted, Fence, HandBack, ProbeNow, RequestImmediatePoll, Settle, Unfence,
+};
 use crate::options::Options;
 use crate::policy::lease::LeaseWindow;
 use crate::policy::retry::RetryPolicy;
+use crate::policy::trust::TrustRule;
 use crate::registry::Group;
 use crate::runner::Runner;
-use crate::standing::Standing;
+use crate::standing::{Standing, Trust};
 use crate::tree::EngineParts;
 use crate::work::{Category, ClaimedWork};
 
@@ -51,6 +54,7 @@ pub fn engine_parts(
         instances: Arc::clone(store) as _,
         sweep: FakeSweep::new(),
         watch: Some(FakeDeathWatch::new()),
+        direct: None,
         runners,
         handlers: Handle::current(),
         users: Group::new("users").contained(),
@@ -97,6 +101,8 @@ pub struct ClaimRig {
     pub hand_back: TestProbe<HandBack>,
     /// Its calls for a beat.
     pub beat_now: TestProbe<BeatNow>,
+    /// Its calls for a proof.
+    pub probe: TestProbe<ProbeNow>,
     /// Its reports of eviction.
     pub evicted: TestProbe<Evicted>,
     /// Who it is.
@@ -112,7 +118,7 @@ impl ClaimRig {
         let in_flight: Arc<InFlight> = Arc::default();
         let standing: Arc<Standing> = Arc::default();
         let (dispatch, hand_back) = (TestProbe::start(), TestProbe::start());
-        let (beat_now, evicted) = (TestProbe::start(), TestProbe::start());
+        let (beat_now, evicted, probe) = (TestProbe::start(), TestProbe::start(), TestProbe::start());
         let instance = InstanceId::fresh();
         let parts = ClaimParts {
             options,
@@ -124,6 +130,7 @@ impl ClaimRig {
             dispatch: dispatch.recipient(),
             hand_back: hand_back.recipient(),
             beat_now: beat_now.recipient(),
+            probe: probe.recipient(),
             evicted: evicted.recipient(),
             seed: 7,
         };
@@ -137,6 +144,7 @@ impl ClaimRig {
             dispatch,
             hand_back,
             beat_now,
+            probe,
             evicted,
             instance,
             parts,
@@ -179,6 +187,8 @@ pub struct SettleRig {
     pub standing: Arc<Standing>,
     /// Its wakes.
     pub wake: TestProbe<RequestImmediatePoll>,
+    /// Its calls for a proof.
+    pub probe: TestProbe<ProbeNow>,
     /// Its reports of eviction.
     pub evicted: TestProbe<Evicted>,
     /// Who it is.
@@ -190,7 +200,7 @@ pub struct SettleRig {
 impl SettleRig {
     /// Starts one as after the first accepted heartbeat.
     pub fn start(options: &Options, store: &Arc<FakeStore>) -> Self {
-        let (wake, evicted) = (TestProbe::start(), TestProbe::start());
+        let (wake, evicted, probe) = (TestProbe::start(), TestProbe::start(), TestProbe::start());
         let instance = InstanceId::fresh();
         let standing: Arc<Standing> = Arc::default();
         standing.unfence();
@@ -201,12 +211,13 @@ impl SettleRig {
             backlog: Arc::default(),
             drain_deadline: Duration::from_secs(options.dispatch.drain_deadline_seconds.into()),
             wake: Some(wake.recipient()),
+            probe: probe.recipient(),
             evicted: evicted.recipient(),
             seed: 7,
         };
         let store = Arc::clone(store);
         let addr = SettleActor::new(parts.clone(), Arc::clone(&store) as _).start();
-        Self { addr, standing, wake, evicted, instance, parts, store }
+        Self { addr, standing, wake, probe, evicted, instance, parts, store }
     }
 
     /// Fences it, as the tree does.
@@ -237,6 +248,10 @@ pub struct DispatchRig {
     pub standing: Arc<Standing>,
     /// Its results.
     pub settle: TestProbe<Settle>,
+    /// Its calls for a proof.
+    pub probe: TestProbe<ProbeNow>,
+    /// Who it is.
+    pub instance: InstanceId,
     /// The permits of its rows.
     pub permits: Arc<Semaphore>,
     /// What is held.
@@ -247,13 +262,15 @@ pub struct DispatchRig {
 impl DispatchRig {
     /// Starts one as after the first accepted heartbeat, whose handlers run on the current runtime.
     pub fn start(options: &Options, runners: Vec<(Category, Arc<dyn Runner>)>) -> Self {
-        let settle = TestProbe::start();
+        let (settle, probe) = (TestProbe::start(), TestProbe::start());
+        let instance = InstanceId::fresh();
         let in_flight: Arc<InFlight> = Arc::default();
         let standing: Arc<Standing> = Arc::default();
         standing.unfence();
         let handlers = Handle::current();
         let crew = Crew::new(CrewParts {
-            instance: InstanceId::fresh(),
+            instance,
+            trust: Trust::new(Arc::clone(&standing), None),
             runners,
             threads: handlers.metrics().num_workers(),
             handlers,
@@ -265,11 +282,13 @@ impl DispatchRig {
             crew,
             standing: Arc::clone(&standing),
             settle: settle.recipient(),
+            probe: probe.recipient(),
+            on_fence: options.liveness.on_fence,
             drain_deadline: Duration::from_secs(options.dispatch.drain_deadline_seconds.into()),
         };
         let permits = Arc::new(Semaphore::new(options.dispatch.max_in_flight as usize));
         let addr = DispatchActor::new(parts.clone()).start();
-        Self { addr, standing, settle, permits, in_flight, parts }
+        Self { addr, standing, settle, probe, instance, permits, in_flight, parts }
     }
 
     /// Has these rows run under a lease of 300 s with 30 s of grace.
@@ -316,48 +335,74 @@ pub struct HeartbeatRig {
     pub standing: Arc<Standing>,
     /// Its news of membership.
     pub unfence: TestProbe<Unfence>,
+    /// Its verdicts that trust has ended.
+    pub fence: TestProbe<Fence>,
+    /// What is in hand: without anything nothing is fenced.
+    pub in_flight: Arc<InFlight>,
     /// Its reports of eviction.
     pub evicted: TestProbe<Evicted>,
     /// Who it is.
     pub identity: InstanceIdentity,
-    options: Options,
-    store: Arc<FakeStore>,
+    parts: HeartbeatRigParts,
 }
 
 impl HeartbeatRig {
     /// Starts one.
     pub fn start(options: &Options, store: &Arc<FakeStore>) -> Self {
-        let (unfence, evicted) = (TestProbe::start(), TestProbe::start());
-        let (identity, standing, options) = (identity(), Arc::default(), options.clone());
-        let store = Arc::clone(store);
-        let parts = heartbeat_parts(&options, &identity, &standing, &unfence, &evicted);
-        let addr = HeartbeatActor::new(parts, Arc::clone(&store) as _).start();
-        Self { addr, standing, unfence, evicted, identity, options, store }
+        let (unfence, fence, evicted) = (TestProbe::start(), TestProbe::start(), TestProbe::start());
+        let identity = identity();
+        let standing = Arc::new(Standing::new(TrustRule::new(options.liveness.grace())));
+        let parts = HeartbeatRigParts {
+            options: options.clone(),
+            identity: identity.clone(),
+            standing: Arc::clone(&standing),
+            in_flight: Arc::default(),
+            fence: fence.recipient(),
+            unfence: unfence.recipient(),
+            evicted: evicted.recipient(),
+            store: Arc::clone(store),
+        };
+        let (addr, in_flight) = (parts.begin(), Arc::clone(&parts.in_flight));
+        Self { addr, standing, unfence, fence, in_flight, evicted, identity, parts }
     }
 
     /// Ends this incarnation where it stands and starts the next.
     pub async fn restart(&mut self) {
         end(&self.addr).await;
-        let parts =
-            heartbeat_parts(&self.options, &self.identity, &self.standing, &self.unfence, &self.evicted);
-        self.addr = HeartbeatActor::new(parts, Arc::clone(&self.store) as _).start();
+        self.addr = self.parts.begin();
     }
 }
 
-fn heartbeat_parts(
-    options: &Options,
-    identity: &InstanceIdentity,
-    standing: &Arc<Standing>,
-    unfence: &TestProbe<Unfence>,
-    evicted: &TestProbe<Evicted>,
-) -> HeartbeatParts {
-    HeartbeatParts {
-        options: options.heartbeat.clone(),
-        identity: identity.clone(),
-        accepts_work: true,
-        standing: Arc::clone(standing),
-        unfence: vec![unfence.recipient()],
-        evicted: evicted.recipient(),
-        progress: Box::new(|_| {}),
+struct HeartbeatRigParts {
+    options: Options,
+    identity: InstanceIdentity,
+    standing: Arc<Standing>,
+    in_flight: Arc<InFlight>,
+    fence: Recipient<Fence>,
+    unfence: Recipient<Unfence>,
+    evicted: Recipient<Evicted>,
+    store: Arc<FakeStore>,
+}
+
+impl std::fmt::Debug for HeartbeatRigParts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HeartbeatRigParts").finish_non_exhaustive()
+    }
+}
+
+impl HeartbeatRigParts {
+    fn begin(&self) -> Addr<HeartbeatActor> {
+        let parts = HeartbeatParts {
+            options: self.options.heartbeat.clone(),
+            identity: self.identity.clone(),
+            accepts_work: true,
+            standing: Arc::clone(&self.standing),
+            in_flight: Arc::clone(&self.in_flight),
+            fence: self.fence.clone(),
+            unfence: vec![self.unfence.clone()],
+            evicted: self.evicted.clone(),
+            progress: Box::new(|_| {}),
+        };
+        HeartbeatActor::new(parts, Arc::clone(&self.store) as _).start()
     }
 }

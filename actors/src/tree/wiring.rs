@@ -3,7 +3,7 @@
 //! The rule: all addresses exist before any actor runs, and each actor is given only the recipients it needs. The failure this prevents:
 //! an actor that can reach everyone, and a start order that depends on who knows whom.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use actix::prelude::*;
@@ -13,25 +13,26 @@ use uuid::Uuid;
 
 use super::EngineParts;
 use super::drain::Drainer;
+use super::life::{Lives, Server};
+use super::rebirth::Rebirth;
 use crate::actor::claim::{ClaimActor, ClaimParts};
 use crate::actor::dispatch::{DispatchActor, DispatchParts};
 use crate::actor::heartbeat::{HeartbeatActor, HeartbeatParts};
-use crate::actor::settle::{Backlog, SettleActor, SettleParts};
+use crate::actor::notify_gate::{NotifyGateActor, NotifyGateParts};
+use crate::actor::settle::{SettleActor, SettleParts};
 use crate::actor::stale_sweep::{StaleSweepActor, StaleSweepParts, Subscribers};
 use crate::actor::warden::{CatchUp, Told, WardenActor};
-use crate::delivery::InFlight;
-use crate::instance::{InstanceId, InstanceIdentity};
 use crate::lane::{Crew, CrewParts};
 use crate::message::{
-    AliveLockChanged, BeatNow, Evicted, Fence, GateChanged, Pause, RequestImmediatePoll, Resume, Settle,
-    SubscribeToEvictions, SweepNow, Unfence,
+    AliveLockChanged, BeatNow, Evicted, Fence, GateChanged, Pause, ProbeNow, RequestImmediatePoll, Resume,
+    Settle, SubscribeToEvictions, SweepNow, TrustProven, Unfence,
 };
 use crate::options::Options;
 use crate::policy::retry::RetryPolicy;
-use crate::port::{DeathWatch, InstanceStore, SweepStore, WorkStore};
+use crate::port::{DeathWatch, DirectConnector, InstanceStore, SweepStore, WorkStore};
 use crate::registry::{GaveUp, Group, Placement, Spec};
 use crate::runner::Runner;
-use crate::standing::Standing;
+use crate::standing::Trust;
 use crate::work::Category;
 
 /// How long an actor may leave its mailbox unserved: none of them ever blocks, so a thread that does is broken. Peers notice a missing
@@ -42,6 +43,7 @@ const WORK_LIVENESS: Duration = Duration::from_secs(30);
 /// The children, wired and not yet started.
 pub(super) struct Specs {
     pub(super) warden: Spec<WardenActor>,
+    pub(super) notify_gate: Spec<NotifyGateActor>,
     pub(super) heartbeat: Spec<HeartbeatActor>,
     pub(super) settle: Spec<SettleActor>,
     pub(super) dispatch: Spec<DispatchActor>,
@@ -52,23 +54,21 @@ pub(super) struct Specs {
 /// What every factory shares.
 struct Wiring {
     options: Options,
-    instance: InstanceId,
-    standing: Arc<Standing>,
-    backlog: Arc<Backlog>,
-    /// Made when dispatching starts: runners are asked for their limits, which may panic.
-    crew: OnceLock<Arc<Crew>>,
-    in_flight: Arc<InFlight>,
+    /// The current one has the id and everything that belongs to it.
+    lives: Arc<Lives>,
     permits: Arc<Semaphore>,
     evicted: Recipient<Evicted>,
+    probe: Recipient<ProbeNow>,
     /// Set before anything starts; the factories read it when they run.
     wake: OnceLock<Recipient<RequestImmediatePoll>>,
 }
 
 impl Wiring {
     /// After a death of somebody who holds rows or passes them on: what was lost with it is handed back before the next claim.
-    fn recover(&self, generation: u64) {
-        if generation > 1 {
-            self.standing.recover();
+    fn recover(&self, server: Server) {
+        let life = self.lives.current();
+        if life.succeeds(server) {
+            life.standing.recover();
             if let Some(wake) = self.wake.get() {
                 wake.do_send(RequestImmediatePoll);
             }
@@ -77,40 +77,37 @@ impl Wiring {
 }
 
 impl Specs {
-    pub(super) fn new(parts: EngineParts, standing: Arc<Standing>) -> Self {
+    pub(super) fn new(parts: EngineParts, lives: Arc<Lives>) -> Self {
         // The warden is told about everyone, and everyone about the warden: its address comes first, its actor last.
         let links = Arc::new(OnceLock::new());
-        let warden = warden(parts.identity.id, Arc::clone(&standing), Arc::clone(&links));
+        let warden = warden(Arc::clone(&lives), Arc::clone(&links));
         let options = parts.options;
         let most = (options.dispatch.max_in_flight as usize).min(options.settle.channel_capacity);
         let wiring = Arc::new(Wiring {
-            instance: parts.identity.id,
-            standing,
-            backlog: Arc::default(),
-            crew: OnceLock::new(),
-            in_flight: Arc::default(),
+            lives,
             permits: Arc::new(Semaphore::new(most.max(1))),
             evicted: warden.addr().recipient(),
+            probe: warden.addr().recipient(),
             wake: OnceLock::new(),
             options,
         });
         let accepts_work = wiring.options.claim.enabled && !parts.runners.is_empty();
-        let unfence = warden.addr().recipient();
-        let heartbeat =
-            heartbeat(Arc::clone(&wiring), parts.identity, parts.instances, unfence, accepts_work);
+        let verdicts = (warden.addr().recipient(), warden.addr().recipient());
+        let heartbeat = heartbeat(Arc::clone(&wiring), parts.instances, verdicts, accepts_work);
+        let notify_gate = notify_gate(Arc::clone(&wiring), parts.direct, &heartbeat.addr());
         let settle = settle(Arc::clone(&wiring), Arc::clone(&parts.work));
         let mut categories: Vec<Category> = parts.runners.iter().map(|(category, _)| *category).collect();
         categories.sort_unstable();
         categories.dedup();
-        let dispatch =
-            dispatch(Arc::clone(&wiring), parts.runners, parts.handlers, settle.addr().recipient());
+        let neighbours = (settle.addr().recipient(), heartbeat.addr().recipient());
+        let dispatch = dispatch(Arc::clone(&wiring), parts.runners, parts.handlers, neighbours);
         let claim =
             claim(Arc::clone(&wiring), categories.into(), parts.work, dispatch.addr(), heartbeat.addr());
         let stale_sweep =
             stale_sweep(Arc::clone(&wiring), parts.sweep, parts.watch, claim.addr().recipient());
         // Set once, before anything starts; the factories read them when they run.
         let _ = wiring.wake.set(claim.addr().recipient());
-        let _ = links.set(Told {
+        let told = Told {
             fence: vec![
                 claim.addr().recipient(),
                 stale_sweep.addr().recipient(),
@@ -129,9 +126,19 @@ impl Specs {
                 dispatch.addr().recipient(),
                 settle.addr().recipient(),
                 heartbeat.addr().recipient(),
+                notify_gate.addr().recipient(),
             ],
+            probe: vec![notify_gate.addr().recipient(), heartbeat.addr().recipient()],
+        };
+        let rebirth = Arc::new(Rebirth {
+            lives: Arc::clone(&wiring.lives),
+            on_evicted: wiring.options.liveness.on_evicted,
+            passers: vec![claim.addr().recipient(), dispatch.addr().recipient(), settle.addr().recipient()],
+            patience: Duration::from_secs(wiring.options.dispatch.drain_deadline_seconds.into()),
+            last: Mutex::default(),
         });
-        Self { warden, heartbeat, settle, dispatch, stale_sweep, claim }
+        let _ = links.set((told, rebirth));
+        Self { warden, notify_gate, heartbeat, settle, dispatch, stale_sweep, claim }
     }
 
     /// The tree. Users' actors start when the instance is a member and stop when the last handler has ended, so that handlers may use them.
@@ -143,6 +150,7 @@ impl Specs {
         let vital = Group::new("vital")
             .on(Placement::Vital)
             .child(self.warden)
+            .child(self.notify_gate)
             .child(self.heartbeat)
             .last_words(last_words());
         let work = Group::new("work")
@@ -156,22 +164,59 @@ impl Specs {
     }
 }
 
-fn warden(instance: InstanceId, standing: Arc<Standing>, links: Arc<OnceLock<Told>>) -> Spec<WardenActor> {
-    Spec::new("warden", move |_| {
-        WardenActor::new(instance, Arc::clone(&standing), links.get().cloned().unwrap_or_default())
+fn warden(lives: Arc<Lives>, links: Arc<OnceLock<(Told, Arc<Rebirth>)>>) -> Spec<WardenActor> {
+    Spec::new("warden", move |cx| {
+        let (life, registry) = (lives.current(), cx.registry());
+        let (told, rebirth) = links.get().cloned().unzip();
+        let after_eviction = move |instance| {
+            let Some(rebirth) = &rebirth else { return };
+            if let Some(old) = rebirth.lives.bury(instance) {
+                registry.spawn(Arc::clone(rebirth).run(old, registry.clone()));
+            }
+        };
+        WardenActor::new(
+            life.instance(),
+            Arc::clone(&life.standing),
+            told.unwrap_or_default(),
+            Box::new(after_eviction),
+        )
     })
     .liveness(VITAL_LIVENESS)
     .provides::<CatchUp>()
     .provides::<Fence>()
     .provides::<Unfence>()
     .provides::<Evicted>()
+    .provides::<ProbeNow>()
+}
+
+fn notify_gate(
+    wiring: Arc<Wiring>,
+    connector: Option<Arc<dyn DirectConnector>>,
+    heartbeat: &Addr<HeartbeatActor>,
+) -> Spec<NotifyGateActor> {
+    let heartbeat = heartbeat.clone();
+    Spec::new("notify_gate", move |cx| {
+        let (life, ready) = (wiring.lives.current(), cx.ready());
+        NotifyGateActor::new(NotifyGateParts {
+            heartbeat: wiring.options.heartbeat.clone(),
+            instance: life.instance(),
+            standing: Arc::clone(&life.standing),
+            in_flight: Arc::clone(&life.in_flight),
+            connector: connector.clone(),
+            alive_lock: vec![heartbeat.clone().recipient()],
+            trust: vec![heartbeat.clone().recipient()],
+            wake: wiring.wake.get().cloned(),
+            ready: Box::new(move || ready.ready()),
+            seed: seed(),
+        })
+    })
+    .liveness(VITAL_LIVENESS)
 }
 
 fn heartbeat(
     wiring: Arc<Wiring>,
-    identity: InstanceIdentity,
     store: Arc<dyn InstanceStore>,
-    unfence: Recipient<Unfence>,
+    (fence, unfence): (Recipient<Fence>, Recipient<Unfence>),
     accepts_work: bool,
 ) -> Spec<HeartbeatActor> {
     Spec::new("heartbeat", move |cx| {
@@ -179,11 +224,14 @@ fn heartbeat(
         // database is no crash.
         let first = cx.generation() == 1;
         let ready = (first && wiring.options.claim.enabled).then(|| cx.ready());
+        let life = wiring.lives.current();
         let parts = HeartbeatParts {
             options: wiring.options.heartbeat.clone(),
-            identity: identity.clone(),
+            identity: life.identity.clone(),
             accepts_work,
-            standing: Arc::clone(&wiring.standing),
+            standing: Arc::clone(&life.standing),
+            in_flight: Arc::clone(&life.in_flight),
+            fence: fence.clone(),
             unfence: vec![unfence.clone()],
             evicted: wiring.evicted.clone(),
             progress: Box::new(move |progress| match (&ready, progress) {
@@ -198,16 +246,19 @@ fn heartbeat(
     .liveness(VITAL_LIVENESS)
     .provides::<BeatNow>()
     .provides::<AliveLockChanged>()
+    .provides::<TrustProven>()
 }
 
 fn settle(wiring: Arc<Wiring>, store: Arc<dyn WorkStore>) -> Spec<SettleActor> {
-    Spec::new("settle", move |cx| {
-        wiring.recover(cx.generation());
+    Spec::new("settle", move |_| {
+        wiring.recover(Server::Settle);
+        let life = wiring.lives.current();
         let parts = SettleParts {
             options: wiring.options.settle.clone(),
-            instance: wiring.instance,
-            standing: Arc::clone(&wiring.standing),
-            backlog: Arc::clone(&wiring.backlog),
+            instance: life.instance(),
+            standing: Arc::clone(&life.standing),
+            backlog: Arc::clone(&life.backlog),
+            probe: wiring.probe.clone(),
             drain_deadline: drain_deadline(&wiring.options),
             wake: wiring.wake.get().cloned(),
             evicted: wiring.evicted.clone(),
@@ -223,26 +274,30 @@ fn dispatch(
     wiring: Arc<Wiring>,
     runners: Vec<(Category, Arc<dyn Runner>)>,
     handlers: Handle,
-    settle: Recipient<Settle>,
+    (settle, beat_now): (Recipient<Settle>, Recipient<BeatNow>),
 ) -> Spec<DispatchActor> {
-    Spec::new("dispatch", move |cx| {
-        wiring.recover(cx.generation());
-        let crew = wiring.crew.get_or_init(|| {
+    Spec::new("dispatch", move |_| {
+        wiring.recover(Server::Dispatch);
+        let life = wiring.lives.current();
+        let crew = life.crew.get_or_init(|| {
             Crew::new(CrewParts {
-                instance: wiring.instance,
+                instance: life.instance(),
+                trust: Trust::new(Arc::clone(&life.standing), Some(beat_now.clone())),
                 runners: runners.clone(),
                 handlers: handlers.clone(),
                 threads: handlers.metrics().num_workers(),
                 retry: RetryPolicy::new(&wiring.options.dispatch),
-                in_flight: Arc::clone(&wiring.in_flight),
+                in_flight: Arc::clone(&life.in_flight),
                 seed: seed(),
             })
         });
         let drain_deadline = wiring.options.dispatch.drain_deadline_seconds;
         DispatchActor::new(DispatchParts {
             crew: Arc::clone(crew),
-            standing: Arc::clone(&wiring.standing),
+            standing: Arc::clone(&life.standing),
             settle: settle.clone(),
+            probe: wiring.probe.clone(),
+            on_fence: wiring.options.liveness.on_fence,
             drain_deadline: Duration::from_secs(drain_deadline.into()),
         })
     })
@@ -257,10 +312,11 @@ fn stale_sweep(
 ) -> Spec<StaleSweepActor> {
     let subscribers: Arc<Subscribers> = Arc::default();
     Spec::new("stale-sweep", move |_| {
+        let life = wiring.lives.current();
         StaleSweepActor::new(StaleSweepParts {
             options: wiring.options.liveness.clone(),
-            instance: wiring.instance,
-            standing: Arc::clone(&wiring.standing),
+            instance: life.instance(),
+            standing: Arc::clone(&life.standing),
             sweep: Arc::clone(&sweep),
             watch: watch.clone(),
             wake: wake.clone(),
@@ -282,13 +338,15 @@ fn claim(
     heartbeat: Addr<HeartbeatActor>,
 ) -> Spec<ClaimActor> {
     Spec::new("claim", move |_| {
+        let life = wiring.lives.current();
         let parts = ClaimParts {
             options: wiring.options.clone(),
-            instance: wiring.instance,
+            instance: life.instance(),
             categories: Arc::clone(&categories),
             permits: Arc::clone(&wiring.permits),
-            in_flight: Arc::clone(&wiring.in_flight),
-            standing: Arc::clone(&wiring.standing),
+            in_flight: Arc::clone(&life.in_flight),
+            standing: Arc::clone(&life.standing),
+            probe: wiring.probe.clone(),
             dispatch: dispatch.clone().recipient(),
             hand_back: dispatch.clone().recipient(),
             beat_now: heartbeat.clone().recipient(),

@@ -13,7 +13,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use super::ClaimActor;
 use crate::actor::now;
 use crate::delivery::{Delivery, Lease};
-use crate::message::{BeatNow, Dispatch, Evicted, HandBack};
+use crate::message::{BeatNow, Dispatch, Evicted, HandBack, ProbeNow};
 use crate::policy::lease::LeaseWindow;
 use crate::port::{Claimed, StoreError};
 use crate::work::OrderKey;
@@ -105,6 +105,13 @@ impl ClaimActor {
         drop(permits);
         let again = rows >= asked || has_more;
         mark_runs(&mut deliveries, again, self.parts.options.dispatch.stream_run);
+        if self.parts.standing.is_evicted() {
+            // They are leased to a burnt id: whoever evicted it hands them back.
+            drop(deliveries);
+            return again;
+        }
+        // From now on there is something to lose.
+        self.parts.probe.do_send(ProbeNow);
         if self.parts.standing.is_fenced() || self.parts.standing.is_over() {
             self.counters.handed_back += deliveries.len() as u64;
             self.parts.hand_back.do_send(HandBack { deliveries });

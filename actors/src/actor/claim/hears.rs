@@ -81,7 +81,10 @@ impl Handler<Resume> for ClaimActor {
 impl Handler<Evicted> for ClaimActor {
     type Result = ();
 
-    fn handle(&mut self, _: Evicted, ctx: &mut Self::Context) {
+    fn handle(&mut self, Evicted(instance): Evicted, ctx: &mut Self::Context) {
+        if instance != self.parts.instance {
+            return;
+        }
         self.parts.standing.evict();
         self.step(ctx);
     }
