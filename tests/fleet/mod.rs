@@ -191,6 +191,17 @@ pub async fn store(client: &Client, rows: u32) {
     .await;
 }
 
+/// Waits until each of these holds its alive-lock and has said so, and all of them watch each other: a death in the first moments of
+/// its watcher is found by the census only.
+pub async fn settled(control: &Client, relays: &[&Relay]) {
+    declared(control, relays).await;
+    let all = relays.len();
+    let watching = format!(
+        "select count(*) = {all} from pg_stat_activity where datname = current_database() and state = 'active' and query like 'CALL%wh_watch%'"
+    );
+    until(control, &watching).await;
+}
+
 /// Waits until each of these holds its alive-lock and has said so.
 pub async fn declared(control: &Client, relays: &[&Relay]) {
     for relay in relays {
