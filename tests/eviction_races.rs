@@ -9,9 +9,11 @@ use sql::{beat, column, instance, is_member, member, run, value};
 use tokio_postgres::Client;
 use uuid::Uuid;
 
-/// A number of microseconds that differs from round to round, so that two statements meet in ever other ways.
-fn offset(round: u128) -> std::time::Duration {
-    std::time::Duration::from_micros(u64::try_from(round * 37 % 1_500).unwrap_or_default())
+/// An eviction that begins a little later than it is sent, by a time that differs from round to round, so that the two meet in ever other
+/// ways. The server waits: a timer of this process is too coarse.
+fn evict(round: u128, me: Uuid) -> String {
+    let seconds = (round * 37 % 1_200) as f64 / 1e6;
+    format!("do $$ begin perform pg_sleep({seconds}); perform evict_instance('{me}', null, 'race'); end $$")
 }
 
 async fn leased(client: &Client, id: Uuid) -> i64 {
@@ -27,12 +29,8 @@ async fn a_beat_that_races_with_an_eviction_never_brings_the_member_back() {
     for round in 0..150 * u128::from(scale()) {
         let me = instance(round);
         beat(&evicting, me).await;
-        let racing = async {
-            tokio::time::sleep(offset(round)).await;
-            beat(&beating, me).await
-        };
-        let evict = format!("select evict_instance('{me}', null, 'race')");
-        let (accepted, ()) = futures_util::future::join(racing, run(&evicting, &evict)).await;
+        let evict = evict(round, me);
+        let (accepted, ()) = futures_util::future::join(beat(&beating, me), run(&evicting, &evict)).await;
         refused += u32::from(!accepted);
         assert!(!is_member(&evicting, me).await, "round {round}: a tombstoned member");
         assert!(!beat(&beating, me).await, "round {round}");
@@ -50,12 +48,10 @@ async fn a_claim_that_races_with_an_eviction_leaves_no_lease_on_the_evicted_id()
         beat(&evicting, me).await;
         run(&evicting, "delete from wh_outbox; insert into wh_outbox (message_type, payload) select 't', '1' from generate_series(1, 20)")
             .await;
-        let racing = async {
-            tokio::time::sleep(offset(round)).await;
-            claiming.batch_execute(&format!("select claim_work('{me}', 20)")).await.is_ok()
-        };
-        let evict = format!("select evict_instance('{me}', null, 'race')");
-        let (claimed, ()) = futures_util::future::join(racing, run(&evicting, &evict)).await;
+        let (claim, evict) = (format!("select claim_work('{me}', 20)"), evict(round, me));
+        let (claimed, ()) =
+            futures_util::future::join(claiming.batch_execute(&claim), run(&evicting, &evict)).await;
+        let claimed = claimed.is_ok();
         too_late += u32::from(!claimed);
         // The eviction waits for a claim that came first, and then hands its rows back.
         assert_eq!(leased(&evicting, me).await, 0, "round {round}, claimed: {claimed}");
@@ -82,12 +78,16 @@ async fn a_beat_and_a_backstop_sweep_that_find_each_other_never_deadlock() {
         }
         let sweep = format!("select unnest(evicted) from wh_sweep_stale('{sweeps}')");
         let sweeping = async {
-            let rows = two.query(&sweep, &[]).await.expect("a sweep");
-            rows.iter().map(|row| row.get::<_, Uuid>(0)).collect::<Vec<_>>()
+            let rows = two.query(&sweep, &[]).await;
+            let rows = rows.or_else(|error| {
+                // The beat was faster, and evicted the one that sweeps.
+                let code = error.code().map(|code| code.code().to_owned());
+                (code.as_deref() == Some("WH001")).then(Vec::new).ok_or(error)
+            });
+            rows.expect("a sweep").iter().map(|row| row.get::<_, Uuid>(0)).collect::<Vec<_>>()
         };
         let (_, evicted) = futures_util::future::join(beat(&one, beats), sweeping).await;
         assert!(!evicted.contains(&sweeps), "round {round}: never itself");
-        assert!(!is_member(&one, dead).await || evicted.is_empty(), "round {round}");
     }
     for client in [&one, &two] {
         run(client, "select pg_stat_force_next_flush()").await;
