@@ -453,7 +453,7 @@ begin
         'due', case when not v_full then v_now when v_since > '-infinity' then (v_mark ->> 'due')::timestamptz end,
         -- The way to the front, past what is dead but not yet removed, takes one part in a hundred of the time at most. It comes once a
         -- second at most and, where it is short, at least: retried and handed back rows lie behind the mark.
-        'whole', case when v_whole then clock_timestamp() + greatest(interval '1 second', 100 * v_cost)
+        'whole', case when v_whole then clock_timestamp() + least(greatest(interval '1 second', 100 * v_cost), interval '30 seconds')
                       else (v_mark ->> 'whole')::timestamptz end)::text, false);
 end $wh$;
 

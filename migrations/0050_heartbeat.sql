@@ -116,8 +116,9 @@ begin
 end $wh$;
 
 -- wh_release_instance: one pass over what an evicted instance still holds, at most p_max_rows rows (null: all); returns how many came
--- back. Refused before T1: a member that still claims would retake the rows. When nothing is left and no producer is open that counted
--- on this instance to look again (the arm lock, see doorbells), `released_at` is set. Two callers never work on the same tombstone.
+-- back, assignments of streams included, so that a bound over several instances covers them. Refused before T1: a member that still
+-- claims would retake the rows. When nothing is left and no producer is open that counted on this instance to look again (the arm
+-- lock, see doorbells), `released_at` is set. Two callers never work on the same tombstone.
 create function @schema@.wh_release_instance(p_instance uuid, p_max_rows int default 1000) returns int
 language plpgsql set search_path = pg_catalog, @schema@, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set jit = off as $wh$
@@ -162,10 +163,10 @@ begin
         update @schema@.wh_instance_evictions t set released_at = clock_timestamp() where t.instance_id = p_instance;
         perform @schema@.wh_ring_armed('orphan');
     end if;
-    return v_done;
+    return v_done + v_streams;
 end $wh$;
 
--- wh_release_evicted: goes on with every unfinished tombstone, at most p_max_rows rows in all; returns how many rows came back. The
+-- wh_release_evicted: goes on with every unfinished tombstone, at most p_max_rows rows in all; returns how many came back. The
 -- backstop for an evictor that died between T1 and the end of the release.
 create function @schema@.wh_release_evicted(p_max_rows int default 1000) returns int
 language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$

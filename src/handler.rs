@@ -15,6 +15,7 @@ use serde::de::DeserializeOwned;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 use workpump_actors::runner::{Failure, Job, Runner};
+use workpump_actors::standing::Untrusted;
 use workpump_actors::work::FailureReason;
 
 /// One message to publish.
@@ -166,10 +167,39 @@ impl Context<'_> {
         self.job.work.metadata.as_ref().map(decode).transpose()
     }
 
+    /// Proves at this moment that this instance is still a member and the lease of the row not over: to be awaited before an effect that
+    /// no database can undo. One heartbeat, sent after this call and shared with every other handler that asks.
+    ///
+    /// When it answers `Ok`, nobody else can have been given the row before [`trusted_until`](Self::trusted_until): that is what it
+    /// proves, and no more. A process that is frozen between this answer and the effect acts as late as it wakes up; against that only the
+    /// receiver can help, by refusing a [`claim_epoch`](Self::claim_epoch) lower than one it has seen for the same message.
+    ///
+    /// # Errors
+    ///
+    /// When the lease is over or the instance was evicted, stop: the row is, or will be, somebody else's. When the database does not
+    /// confirm in time, nothing is known; a retry is the right answer.
+    pub async fn ensure_trusted(&self) -> Result<(), Untrusted> {
+        prove(self.job).await
+    }
+
+    /// Until when no peer can have taken this instance for dead, by the monotonic clock of this process. `None` before the first
+    /// heartbeat.
+    pub fn trusted_until(&self) -> Option<std::time::Instant> {
+        self.job.trust.until()
+    }
+
     /// Fires when the lease is about to end or is lost. From then on nothing this handler reports counts.
     pub fn cancellation(&self) -> &CancellationToken {
         &self.job.cancel
     }
+}
+
+async fn prove(job: &Job) -> Result<(), Untrusted> {
+    if job.cancel.is_cancelled() {
+        return Err(Untrusted::LeaseOver);
+    }
+    job.trust.prove().await?;
+    if job.cancel.is_cancelled() { Err(Untrusted::LeaseOver) } else { Ok(()) }
 }
 
 /// Handles messages of one type.

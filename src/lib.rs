@@ -15,8 +15,9 @@ mod pump;
 mod runtime;
 mod status;
 
-#[doc = include_str!("../docs/supervision.md")]
 pub mod supervision {
+    #![doc = include_str!("../docs/supervision.md")]
+
     pub use workpump_actors::message::{EvictionReason, PeerEvicted, SubscribeToEvictions, SweepNow};
     pub use workpump_actors::registry::{
         AskHealth, AskTotals, Backoff, ChildInfo, ChildState, Cx, EventKind, Exit, GaveUp, Group, Guard,
@@ -41,6 +42,7 @@ pub use workpump_actors as engine;
 pub use workpump_actors::message::{Account, GateChanged, RequestImmediatePoll};
 pub use workpump_actors::options::Options;
 pub use workpump_actors::runner::{Failure, Job, Runner};
+pub use workpump_actors::standing::Untrusted;
 pub use workpump_actors::tree::{DrainReport, Engine};
 pub use workpump_actors::work::{Category, FailureReason};
 

@@ -23,6 +23,7 @@ use crate::enqueue::Producer;
 use crate::error::Error;
 use crate::handler::{Handler, Handlers, Publisher, PublisherRunner};
 use crate::pg::death_watch::PgDeathWatch;
+use crate::pg::direct_session::PgDirectConnector;
 use crate::pg::instance_store::PgInstanceStore;
 use crate::pg::migrate::migrate_on;
 use crate::pg::schema_name::SchemaName;
@@ -144,7 +145,6 @@ impl Builder {
         self.check_schema(&io, &direct).await?;
 
         let identity = self.identity();
-        let instance = identity.id;
         let handlers = OwnRuntime::start("workpump-handler", handler_threads(&self.options))?;
         let keep = self.options.settle.keep_completed;
         let work = {
@@ -162,6 +162,7 @@ impl Builder {
             sweep: Arc::new(PgSweepStore::new(&schema, work.pool())),
             watch,
             work,
+            direct: Some(Arc::new(PgDirectConnector::new(&schema, direct.clone(), io.handle()))),
             instances: Arc::new(PgInstanceStore::new(&schema, direct, pooled)),
             runners: self.runners,
             handlers: handlers.handle(),
@@ -169,13 +170,7 @@ impl Builder {
             start_deadline: START_DEADLINE,
         })
         .await?;
-        Ok(WorkPump {
-            engine,
-            instance,
-            producer: Producer::new(&self.schema)?,
-            _handlers: handlers,
-            _io: io,
-        })
+        Ok(WorkPump { engine, producer: Producer::new(&self.schema)?, _handlers: handlers, _io: io })
     }
 
     fn collect_runners(&mut self) -> Result<(), Error> {
@@ -235,7 +230,6 @@ fn handler_threads(options: &Options) -> usize {
 /// A running pump. Drop it only after [`WorkPump::drain`]: what is in flight otherwise waits for its lease to end.
 pub struct WorkPump {
     engine: Engine,
-    instance: InstanceId,
     producer: Producer,
     // Dropped last, in this order: handlers may still be running, and sessions serve the last settlements.
     _handlers: OwnRuntime,
@@ -245,7 +239,7 @@ pub struct WorkPump {
 impl std::fmt::Debug for WorkPump {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("WorkPump")
-            .field("instance", &self.instance)
+            .field("instance", &self.instance_id())
             .field("ready", &self.is_ready())
             .finish_non_exhaustive()
     }
@@ -268,9 +262,15 @@ impl WorkPump {
         }
     }
 
-    /// The id this pump is known by in `wh_service_instances`.
+    /// The id this pump is known by now in `wh_service_instances`. After an eviction it is another one: no id is used twice.
     pub fn instance_id(&self) -> uuid::Uuid {
-        self.instance.0
+        self.engine.instance_id().0
+    }
+
+    /// Whether the pump's direct session holds its alive-lock, as far as the pump knows: then peers notice its death within milliseconds.
+    /// False behind a pooler, and while the session is being opened again; `wh_live_instances` says what the database sees.
+    pub fn is_alive_lock_held(&self) -> bool {
+        self.engine.is_alive_lock_held()
     }
 
     /// Stores work in this pump's schema.
@@ -283,7 +283,8 @@ impl WorkPump {
         self.engine.request_immediate_poll();
     }
 
-    /// False while the pump takes no work: evicted, fenced, or draining. For readiness checks.
+    /// False while the pump takes no work: not registered yet, fenced, evicted until it is a member under a fresh id, or draining. For
+    /// readiness checks.
     pub fn is_ready(&self) -> bool {
         self.engine.is_ready()
     }

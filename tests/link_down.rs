@@ -41,13 +41,13 @@ async fn the_rows_of_a_host_whose_link_goes_down_are_with_others_within_twenty_t
         Ok(output) => output,
         Err(error) => return eprintln!("skipped: no network of its own can be made (unshare: {error})"),
     };
-    let text = [output.stdout, output.stderr].concat();
-    let text = String::from_utf8_lossy(&text);
-    if text.contains("unshare failed") {
-        return eprintln!("skipped: no network of its own may be made ({})", text.trim());
+    let said = [output.stdout, output.stderr].concat();
+    let said = String::from_utf8_lossy(&said);
+    if said.contains("unshare failed") {
+        return eprintln!("skipped: no network of its own may be made ({})", said.trim());
     }
-    println!("{text}");
-    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    println!("{said}");
+    assert!(output.status.success() && said.contains("1 passed"), "{said}");
 }
 
 fn sh(line: &str) {
@@ -57,7 +57,7 @@ fn sh(line: &str) {
 
 /// A relay on the other end of a cable, in a network of its own; it begins when the cable is there.
 async fn relay_behind_a_cable(control: &tokio_postgres::Client, url: &str, run: u32) -> Relay {
-    let mut relay = fleet::command(program(), url, To::Stuck, &[]);
+    let relay = fleet::command(program(), url, To::Stuck, &[]);
     let mut command = Command::new("unshare");
     command.args(["--net", "--", "/bin/sh", "-c", "read go; exec \"$0\" \"$@\""]);
     command.arg(relay.get_program()).args(relay.get_args());
@@ -68,9 +68,8 @@ async fn relay_behind_a_cable(control: &tokio_postgres::Client, url: &str, run: 
         };
     }
     let (read, mut go) = std::io::pipe().expect("a pipe");
-    relay = command;
-    relay.stdin(read).stdout(Stdio::piped());
-    let mut relay = Relay::spawn(relay);
+    command.stdin(read).stdout(Stdio::piped());
+    let mut relay = Relay::spawn(command);
     let pid = relay.pid();
     let own = std::fs::read_link("/proc/self/ns/net").expect("a network");
     let its_own = || std::fs::read_link(format!("/proc/{pid}/ns/net")).is_ok_and(|network| network != own);

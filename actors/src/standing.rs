@@ -71,6 +71,7 @@ impl Standing {
     }
 
     /// That of the next life under a fresh id. What was wished for goes on.
+    #[must_use]
     pub fn successor(&self) -> Self {
         let next = Self { wishes: Arc::clone(&self.wishes), ..Self::new(self.trust_rule()) };
         next.set_gate(self.gate());

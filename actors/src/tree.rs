@@ -4,7 +4,7 @@
 //! workpump
 //! ├── vital   warden, notify_gate, heartbeat         on the vital thread
 //! ├── users   whatever users supervise               contained: when it is given up, the pump goes on, and is not ready
-//! └── work    settle, dispatch, stale-sweep, claim   on the work thread
+//! └── work    settle, dispatch, stale_sweep, claim   on the work thread
 //! ```
 //!
 //! The rule: they start in this order, and a drain goes the other way, so that claiming stops first, the last result is written before
@@ -116,16 +116,16 @@ impl Engine {
         let (notify_gate, heartbeat) = (specs.notify_gate.addr(), specs.heartbeat.addr());
         let (settle, dispatch) = (specs.settle.addr(), specs.dispatch.addr());
         let (stale_sweep, claim) = (specs.stale_sweep.addr(), specs.claim.addr());
-        let drained: Vec<(Name, Recipient<Drain>)> = vec![
+        let in_order: Vec<(Name, Recipient<Drain>)> = vec![
             ("claim".into(), claim.clone().recipient()),
-            ("stale-sweep".into(), stale_sweep.clone().recipient()),
+            ("stale_sweep".into(), stale_sweep.clone().recipient()),
             ("dispatch".into(), dispatch.clone().recipient()),
             ("settle".into(), settle.clone().recipient()),
             ("heartbeat".into(), heartbeat.clone().recipient()),
             // The lock goes when the instance has left.
             ("notify_gate".into(), notify_gate.clone().recipient()),
         ];
-        let drainer = Drainer::new(drained, drain_deadline);
+        let drainer = Drainer::new(in_order, drain_deadline);
         let registry = specs.group(users, &drainer).start(host, start_deadline).await?;
         // The first beat's news may still be on its way; an engine that has started is ready. Should the warden have ended, it is not.
         if let Ok(warden) = registry.recipient::<CatchUp>() {

@@ -6,7 +6,7 @@ use tokio::time::sleep;
 use uuid::Uuid;
 use workpump_actors::instance::{AliveLock, Gate};
 use workpump_actors::message::{AliveLockChanged, Drain, Observe, Pause, RequestImmediatePoll, Resume};
-use workpump_actors::options::Options;
+use workpump_actors::options::{OnEvicted, Options};
 use workpump_actors::port::StoreError;
 use workpump_actors::registry::Host;
 use workpump_actors::testing::{
@@ -345,7 +345,9 @@ fn an_engine_that_is_evicted_stops_everything_and_is_not_ready() {
                 Ok(())
             }),
         )];
-        let parts = engine_parts(Options::default(), &store, runners);
+        let mut options = Options::default();
+        options.liveness.on_evicted = OnEvicted::Stop;
+        let parts = engine_parts(options, &store, runners);
         let instance = parts.identity.id;
         let engine = Engine::start_on(parts, Host::current()).await.expect("starts");
         quiesce().await;

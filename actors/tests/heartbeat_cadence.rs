@@ -79,7 +79,7 @@ fn the_table_only_mode_beats_fast_and_declares_nothing_although_the_lock_is_held
 }
 
 #[test]
-fn a_lost_lock_beats_at_once_and_then_fast() {
+fn a_lost_lock_beats_at_once_then_every_second_for_twice_the_grace_and_then_fast() {
     in_virtual_time(async {
         let store = FakeStore::new();
         let rig = HeartbeatRig::start(&Options::default(), &store);
@@ -87,10 +87,14 @@ fn a_lost_lock_beats_at_once_and_then_fast() {
         tell(&rig, AliveLock::Held).await;
         sleep(seconds(20)).await;
         tell(&rig, AliveLock::NotHeld).await;
-        store.called(Op::Beat, 5).await;
-        assert_eq!(store.gaps(Op::Beat), [1_000, 20_000, 30_000, 30_000]);
+        store.called(Op::Beat, 14).await;
+        let gaps = store.gaps(Op::Beat);
+        assert_eq!(gaps[..2], [1_000, 20_000]);
+        assert_eq!(gaps[2..12], [1_000; 10]);
+        assert_eq!(gaps[12..], [30_000]);
         let declared: Vec<_> = beats(&store).iter().map(|beat| beat.lock_declared).collect();
-        assert_eq!(declared, [false, true, false, false, false]);
+        assert_eq!(declared[..3], [false, true, false]);
+        assert!(beats(&store)[2..].iter().all(|beat| beat.interval == seconds(30)), "as peers are told");
     });
 }
 

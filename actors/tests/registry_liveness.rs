@@ -63,7 +63,7 @@ fn a_bypassed_life_that_wakes_up_handles_nothing_more() {
         let (open, block) = gate();
         it.do_send(Do::this(move |_, ctx| {
             ctx.run_interval(Duration::from_micros(1), |act, _| {
-                act.log.lock().expect("whole").push((act.life, 0))
+                act.log.lock().expect("whole").push((act.life, 0));
             });
             block();
         }));

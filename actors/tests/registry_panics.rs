@@ -10,8 +10,8 @@ use workpump_actors::registry::{EventKind, Exit, Group, Guard, Panicked, Spec};
 use workpump_actors::testing::in_virtual_time;
 
 use registry_common::{
-    Boom, BoomInAtomic, BoomInFuture, HalfAChange, Halves, History, Log, Note, Plan, Subject, Where, addr,
-    at_most, info, millis, start,
+    Arm, Boom, BoomInAtomic, BoomInFuture, HalfAChange, Halves, History, Log, Note, Plan, Subject, Where,
+    addr, at_most, info, millis, start,
 };
 
 /// Sends a poison between other messages. All but the poison arrive, in order, and a fresh incarnation takes over.
@@ -154,7 +154,33 @@ fn a_panic_in_the_factory_of_a_later_life_is_tried_again() {
 }
 
 #[test]
-fn an_actor_that_panics_when_asked_to_stop_is_told_of_and_not_counted_as_a_restart() {
+fn a_panic_in_the_clean_up_of_an_actor_that_was_asked_to_stop_keeps_nobody_from_going_on() {
+    in_virtual_time(async {
+        for place in [Where::Stopping, Where::Stopped, Where::Drop] {
+            let log = Log::default();
+            let group = ["a", "b", "c"].iter().fold(Group::new("test"), |group, name| {
+                group.child(Subject::spec(name, &log, Plan::default()))
+            });
+            let registry = start(group).await;
+            let (b, mut history) = (addr(&registry, "b"), History::of(&registry));
+            assert_eq!(b.send(Arm(place)).await, Ok(()));
+            assert_eq!(registry.restart("b").await, Ok(()));
+            assert_eq!(history.take()[0], format!("b (life 1): it panicked: panic in {place:?}"));
+            assert_eq!(b.send(Arm(place)).await, Ok(()));
+            log.take();
+            registry.shutdown().await;
+            let stops = log.take();
+            assert_eq!(
+                (stops.first(), stops.last()),
+                (Some(&"stop c".to_owned()), Some(&"stop a".to_owned()))
+            );
+            assert_eq!((registry.totals().panics, registry.totals().restarts), (2, 0));
+        }
+    });
+}
+
+#[test]
+fn an_actor_that_panics_while_it_drains_is_told_of_and_not_counted_as_a_restart() {
     in_virtual_time(async {
         let log = Log::default();
         let make = {

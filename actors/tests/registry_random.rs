@@ -158,7 +158,7 @@ impl Handler<Quit> for Living {
 }
 
 /// Builds a group, and notes in which order its children stand.
-fn build(plot: &Plot, name: &str, census: &Census, order: &mut BTreeMap<String, Vec<String>>) -> Group {
+fn build(plot: &Plot, name: &str, census: &Census, order: &mut Order) -> Group {
     let mut group = Group::new(name).strategy(plot.strategy);
     if !plot.ordered {
         group = group.in_parallel();
@@ -185,7 +185,10 @@ fn build(plot: &Plot, name: &str, census: &Census, order: &mut BTreeMap<String, 
         }
     }
     if plot.ordered {
-        order.insert(name.to_owned(), children);
+        order.groups.push(children.clone());
+        if plot.strategy != Strategy::OneForOne {
+            order.waves.push(children);
+        }
     }
     group
 }
@@ -233,62 +236,87 @@ fn make(trouble: &Trouble, at: usize, registry: &Registry, census: &Census, open
     }
 }
 
-/// Where each child stands by the events alone.
+/// Which children of which group stand in order.
 #[derive(Default)]
-struct Seen(BTreeMap<String, (u64, bool)>);
+struct Order {
+    /// They stop in this order at the end.
+    groups: Vec<Vec<String>>,
+    /// None of them starts before those in front of it are ready.
+    waves: Vec<Vec<String>>,
+}
+
+/// Where a child stands by the events alone.
+#[derive(Default)]
+struct Stand {
+    life: u64,
+    alive: bool,
+    ready: bool,
+    closed: bool,
+}
+
+impl Stand {
+    fn ready() -> Self {
+        Self { life: 1, alive: true, ready: true, closed: false }
+    }
+}
+
+#[derive(Default)]
+struct Seen(BTreeMap<String, Stand>);
 
 impl Seen {
     /// Follows the events of a tree and checks them one by one.
-    fn follow(
-        &mut self,
-        events: &[SupervisorEvent],
-        order: &BTreeMap<String, Vec<String>>,
-    ) -> Result<(), String> {
+    fn follow(&mut self, events: &[SupervisorEvent], order: &Order, at_the_end: bool) -> Result<(), String> {
         for event in events {
-            let (life, alive) = self.0.entry(event.child.to_string()).or_insert((0, false));
+            let stand = self.0.entry(event.child.to_string()).or_default();
             match event.kind {
                 EventKind::Started => {
-                    if *alive || event.generation <= *life {
-                        return Err(format!("{event}: life {life} is alive: {alive}"));
+                    if stand.alive || event.generation <= stand.life {
+                        return Err(format!("{event}: life {} is alive: {}", stand.life, stand.alive));
                     }
-                    (*life, *alive) = (event.generation, true);
+                    (stand.life, stand.alive) = (event.generation, true);
+                    self.all_in_front_are_ready(event, &order.waves)?;
                 }
-                EventKind::Exited { .. } | EventKind::Stopped => *alive = false,
-                EventKind::Ready if !*alive => return Err(format!("{event}, and is not alive")),
+                EventKind::Exited { .. } | EventKind::Stopped => {
+                    (stand.alive, stand.ready) = (false, false);
+                    if at_the_end && event.kind == EventKind::Stopped {
+                        self.nobody_behind_lives(event, &order.groups)?;
+                    }
+                }
+                EventKind::Ready if !stand.alive => return Err(format!("{event}, and is not alive")),
+                EventKind::Ready => stand.ready = true,
+                EventKind::Closed { .. } => stand.closed = true,
                 _ => {}
-            }
-            if event.kind == EventKind::Stopped {
-                self.nobody_behind(event, order)?;
             }
         }
         Ok(())
     }
 
-    /// In the last stop of an ordered group nobody stops before those behind it.
-    fn nobody_behind(
-        &self,
-        event: &SupervisorEvent,
-        order: &BTreeMap<String, Vec<String>>,
-    ) -> Result<(), String> {
-        let Some(children) = order.values().find(|children| children.contains(&event.child.to_string()))
-        else {
-            return Ok(());
-        };
-        let behind = children.iter().skip_while(|name| **name != *event.child).skip(1);
-        let living: Vec<&String> =
-            behind.filter(|name| self.0.get(*name).is_some_and(|(_, alive)| *alive)).collect();
-        if living.is_empty() { Ok(()) } else { Err(format!("{event} before {living:?}")) }
+    fn all_in_front_are_ready(&self, event: &SupervisorEvent, waves: &[Vec<String>]) -> Result<(), String> {
+        let group = waves.iter().find(|children| children.contains(&event.child.to_string()));
+        let in_front = group.into_iter().flatten().take_while(|name| **name != *event.child);
+        // A group that stays down tells nothing of that.
+        let waited_for = in_front
+            .filter(|name| *name != "inner")
+            .find(|name| self.0.get(*name).is_some_and(|stand| !stand.ready && !stand.closed));
+        waited_for.map_or(Ok(()), |name| Err(format!("{event} before {name} was ready")))
+    }
+
+    fn nobody_behind_lives(&self, event: &SupervisorEvent, groups: &[Vec<String>]) -> Result<(), String> {
+        let group = groups.iter().find(|children| children.contains(&event.child.to_string()));
+        let mut behind = group.into_iter().flatten().skip_while(|name| **name != *event.child).skip(1);
+        let living = behind.find(|name| self.0.get(*name).is_some_and(|stand| stand.alive));
+        living.map_or(Ok(()), |name| Err(format!("{event} before {name}")))
     }
 }
 
 /// Lives through the trouble and checks the promises. `Err` says which was broken.
 async fn live_through(plot: &Plot, troubles: &[Trouble]) -> Result<(), String> {
-    let (census, open, mut order) = (Census::default(), Arc::<AtomicU32>::default(), BTreeMap::new());
+    let (census, open, mut order) = (Census::default(), Arc::<AtomicU32>::default(), Order::default());
     let intensity = Intensity { max_restarts: 4, within: Duration::from_secs(10) };
     let root = build(plot, "root", &census, &mut order).intensity(intensity).backoff(pauses());
     let registry = registry_common::start(root).await;
     let (events, mut seen) = (RefCell::new(registry.events()), Seen::default());
-    seen.0 = registry.children().iter().map(|child| (child.name.to_string(), (1, true))).collect();
+    seen.0 = registry.children().iter().map(|child| (child.name.to_string(), Stand::ready())).collect();
     let news =
         || -> Vec<SupervisorEvent> { std::iter::from_fn(|| events.borrow_mut().try_recv().ok()).collect() };
     for (at, trouble) in troubles.iter().enumerate() {
@@ -296,14 +324,14 @@ async fn live_through(plot: &Plot, troubles: &[Trouble]) -> Result<(), String> {
         if let Trouble::Sleep(time) = trouble {
             sleep(millis(*time)).await;
         }
-        seen.follow(&news(), &BTreeMap::new())?;
+        seen.follow(&news(), &order, false)?;
     }
-    sleep(Duration::from_secs(120)).await;
-    seen.follow(&news(), &BTreeMap::new())?;
+    sleep(Duration::from_mins(2)).await;
+    seen.follow(&news(), &order, false)?;
     at_rest(&registry, &seen, &census)?;
     registry.shutdown().await;
     sleep(millis(1)).await;
-    seen.follow(&news(), &order)?;
+    seen.follow(&news(), &order, true)?;
     match (census.alive(), census.1.load(Ordering::Acquire), open.load(Ordering::Acquire)) {
         (0, 0, 0) => Ok(()),
         (alive, overlaps, open) => {
@@ -318,10 +346,9 @@ fn at_rest(registry: &Registry, seen: &Seen, census: &Census) -> Result<(), Stri
     let ended = !matches!(children[0].state, ChildState::Ready);
     let mut ready = 0;
     for child in &children {
-        let alive = seen.0.get(&*child.name).is_some_and(|(_, alive)| *alive);
+        let alive = seen.0.get(&*child.name).is_some_and(|stand| stand.alive);
         let consistent = match child.state {
-            ChildState::Ready => true,
-            ChildState::Finished | ChildState::Failed => true,
+            ChildState::Ready | ChildState::Finished | ChildState::Failed => true,
             ChildState::Stopped => ended || children.iter().any(|other| other.state == ChildState::Failed),
             ChildState::Starting | ChildState::Waiting | ChildState::Stopping => false,
         };

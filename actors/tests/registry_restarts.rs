@@ -15,7 +15,7 @@ use registry_common::{
 /// Runs a child `loops` that dies for ever, until the tree has given up; checks everything that is to be seen of it.
 fn gives_up_after_ten(plan: Plan, life: Duration, cause: &str) {
     in_virtual_time(async {
-        let (lines, _catching) = Lines::catch();
+        let lines = Lines::catch();
         let log = Log::default();
         let group = Group::new("test")
             .child(Subject::spec("well", &Log::default(), Plan::default()))
@@ -161,26 +161,40 @@ fn panics(registry: &Registry) {
     addr(registry, "it").do_send(Boom(Where::Handler));
 }
 
-fn panicked() -> Option<Exit> {
-    Some(Exit::Panicked("panic in Handler".to_owned()))
+fn panicked() -> Exit {
+    Exit::Panicked("panic in Handler".to_owned())
 }
 
 #[test]
 fn a_permanent_child_comes_back_from_any_end() {
     assert_eq!(ends(Restart::Permanent, quits), (ChildState::Ready, 2, 1, Some(Exit::Stopped)));
-    assert_eq!(ends(Restart::Permanent, panics), (ChildState::Ready, 2, 1, panicked()));
+    assert_eq!(ends(Restart::Permanent, panics), (ChildState::Ready, 2, 1, Some(panicked())));
 }
 
 #[test]
 fn a_transient_child_comes_back_from_a_bad_end_only() {
     assert_eq!(ends(Restart::Transient, quits), (ChildState::Finished, 1, 0, Some(Exit::Stopped)));
-    assert_eq!(ends(Restart::Transient, panics), (ChildState::Ready, 2, 1, panicked()));
+    assert_eq!(ends(Restart::Transient, panics), (ChildState::Ready, 2, 1, Some(panicked())));
 }
 
 #[test]
 fn a_temporary_child_never_comes_back() {
     assert_eq!(ends(Restart::Temporary, quits), (ChildState::Finished, 1, 0, Some(Exit::Stopped)));
-    assert_eq!(ends(Restart::Temporary, panics), (ChildState::Failed, 1, 0, panicked()));
+    assert_eq!(ends(Restart::Temporary, panics), (ChildState::Failed, 1, 0, Some(panicked())));
+}
+
+#[test]
+fn a_child_that_has_ended_for_good_cannot_be_restarted_and_says_what_to_do() {
+    in_virtual_time(async {
+        let spec = Subject::spec("it", &Log::default(), Plan::default()).restart(Restart::Temporary);
+        let registry = start(Group::new("test").child(spec)).await;
+        quits(&registry);
+        sleep(millis(1)).await;
+        let error = registry.restart("it").await.expect_err("over").to_string();
+        assert_eq!(error, "it has ended for good: remove it, and add it again");
+        assert_eq!(registry.remove("it").await, Ok(0));
+        registry.shutdown().await;
+    });
 }
 
 #[test]

@@ -283,7 +283,7 @@ fn a_tree_that_cannot_work_is_refused_before_anything_starts_and_says_what_to_ch
 #[test]
 fn messages_that_nobody_will_handle_are_counted_and_reported_when_the_tree_ends() {
     in_virtual_time(async {
-        let (lines, _catching) = Lines::catch();
+        let lines = Lines::catch();
         let log = Log::default();
         let registry = start(Group::new("test").child(well("a", &log)).child(well("b", &log))).await;
         let (a, mut history) = (addr(&registry, "a"), History::of(&registry));

@@ -238,7 +238,7 @@ fn in_a_wave_those_behind_a_slow_starter_wait_for_it_and_a_second_death_begins_i
 #[test]
 fn a_child_that_is_restarted_by_hand_leaves_its_siblings_alone_and_is_not_counted() {
     in_virtual_time(async {
-        let (lines, _catching) = Lines::catch();
+        let lines = Lines::catch();
         let log = Log::default();
         let plan = Plan { drain: millis(50), ..Plan::default() };
         let registry = start(four(&log, Strategy::OneForOne, &plan)).await;

@@ -18,7 +18,6 @@
 
 pub(crate) mod death_watch;
 pub(crate) mod direct;
-#[cfg_attr(not(test), expect(dead_code, reason = "the actor that holds the session is not in the tree yet"))]
 pub(crate) mod direct_session;
 pub(crate) mod fault;
 pub(crate) mod instance_store;

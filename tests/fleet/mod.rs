@@ -128,7 +128,7 @@ impl Relay {
     pub fn unstick(&mut self) {
         let mut stdout = self.stdout.take().expect("a stuck relay");
         std::thread::spawn(move || {
-            let mut bytes = [0; 64 * 1024];
+            let mut bytes = vec![0; 64 * 1024];
             while stdout.read(&mut bytes).is_ok_and(|read| read > 0) {}
         });
     }

@@ -15,7 +15,6 @@ use crate::common::wait::eventually;
 const INSIDE: &str = "WORKPUMP_TEST_OWN_NETWORK";
 
 #[tokio::test]
-#[cfg(target_os = "linux")]
 async fn a_cut_link_is_noticed_by_the_client_and_then_by_the_server_within_the_limits_of_tcp() {
     if std::env::var_os(INSIDE).is_some() {
         for doorbell_in_flight in [false, true] {
@@ -36,13 +35,13 @@ async fn a_cut_link_is_noticed_by_the_client_and_then_by_the_server_within_the_l
         Ok(output) => output,
         Err(error) => return eprintln!("skipped: no network of its own can be made (unshare: {error})"),
     };
-    let text = [output.stdout, output.stderr].concat();
-    let text = String::from_utf8_lossy(&text);
-    if text.contains("unshare failed") {
-        return eprintln!("skipped: no network of its own may be made ({})", text.trim());
+    let said = [output.stdout, output.stderr].concat();
+    let said = String::from_utf8_lossy(&said);
+    if said.contains("unshare failed") {
+        return eprintln!("skipped: no network of its own may be made ({})", said.trim());
     }
-    println!("{text}");
-    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    println!("{said}");
+    assert!(output.status.success() && said.contains("1 passed"), "{said}");
 }
 
 fn link(state: &str) {

@@ -1,6 +1,7 @@
 //! The engine's ports on a real server, seen from inside: `src/pg/mod.rs` loads this room, because nothing in it is public.
 
 mod beat;
+#[cfg(target_os = "linux")]
 mod cut;
 mod direct;
 mod limits;

@@ -160,6 +160,26 @@ async fn five_thousand_rows_come_back_in_passes_that_anybody_continues() {
 }
 
 #[tokio::test]
+async fn assignments_of_streams_count_towards_the_bound_of_a_pass() {
+    let db = common::database().await;
+    let control = db.connect().await;
+    let sweeper = store_of(&db);
+    for n in [2, 3] {
+        stale(&control, instance(n)).await;
+        run(&control, &format!(
+            "insert into wh_active_streams (stream_id, assigned_instance_id) select gen_random_uuid(), '{}' from generate_series(1, 800)",
+            instance(n)
+        )).await;
+    }
+    let left = "select count(*) from wh_active_streams where assigned_instance_id is not null";
+    let swept = sweeper.sweep(instance(1)).await.unwrap().expect("nobody else is at it");
+    assert_eq!((swept.evicted.len(), swept.released, swept.unfinished), (2, 1_000, true));
+    assert_eq!(value::<i64>(&control, left).await, 600);
+    assert_eq!(sweeper.release_pass(1_000).await.unwrap(), (600, false));
+    assert_eq!(value::<i64>(&control, left).await, 0);
+}
+
+#[tokio::test]
 async fn a_sweep_works_through_a_pooler() {
     let db = common::database().await;
     let Some(bouncer) = Bouncer::in_front_of(&common::shared().postgres, 5).await else { return };

@@ -10,7 +10,7 @@ mod hears;
 mod session;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use actix::prelude::*;
 use rand::rngs::SmallRng;
@@ -24,7 +24,7 @@ use crate::port::{DirectConnector, StoreError};
 use crate::standing::Standing;
 
 use super::{Alarm, Health, backoff};
-use session::Open;
+use session::{Open, Pings};
 
 /// First pause before another connect; the very first try after the loss of a session comes at once.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
@@ -47,8 +47,8 @@ const START_PATIENCE: Duration = Duration::from_secs(3);
 /// First and longest pause between two tries for the lock.
 const LOCK_PAUSE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
-/// A session that has lived for so long was a good one: the pauses begin anew.
-const GOOD_LIFE: Duration = Duration::from_secs(10);
+/// A session that has lived for so long was a good one, and no part of a hot loop: the pauses begin anew.
+const GOOD_LIFE: Duration = Duration::from_secs(1);
 
 /// What the actor is made of.
 pub struct NotifyGateParts {
@@ -108,10 +108,7 @@ pub struct NotifyGateActor {
     over: bool,
     lock_retry: Alarm,
     lock_refusals: u32,
-    next_ping: Alarm,
-    pinging: bool,
-    ping_again: bool,
-    last_ping: Option<Instant>,
+    pings: Pings,
 }
 
 impl std::fmt::Debug for NotifyGateActor {
@@ -158,10 +155,7 @@ impl NotifyGateActor {
             over,
             lock_retry: Alarm::default(),
             lock_refusals: 0,
-            next_ping: Alarm::default(),
-            pinging: false,
-            ping_again: false,
-            last_ping: None,
+            pings: Pings::default(),
         }
     }
 

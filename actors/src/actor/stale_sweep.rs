@@ -319,7 +319,7 @@ impl Handler<Observe> for StaleSweepActor {
             ("false_alarms", self.watch.false_alarms),
             ("watch_errors", self.watch.errors()),
         ];
-        let account: Account = self.health.account("stale-sweep", self.state(), counters);
+        let account: Account = self.health.account("stale_sweep", self.state(), counters);
         MessageResult(account)
     }
 }

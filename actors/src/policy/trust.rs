@@ -9,11 +9,8 @@
 
 use std::time::{Duration, Instant};
 
-/// Peers evict whoever did not beat for this long, lock or no lock.
-const DEFINITELY_DEAD: Duration = Duration::from_mins(5);
-
-/// How long before that trust ends.
-const DEFINITELY_DEAD_MARGIN: Duration = Duration::from_mins(1);
+/// How long after the last beat pings alone are believed: a minute less than what peers wait, lock or no lock.
+const PINGS_CARRY: Duration = Duration::from_mins(4);
 
 /// The least age of a stale beat: what peers take for whoever declares a short interval.
 const STALE_CUT_OFF: Duration = Duration::from_secs(30);
@@ -101,7 +98,7 @@ impl TrustRule {
 
     /// How long one proof of a held lock is good.
     pub fn span(&self) -> Duration {
-        self.grace - MOST_MARGIN.min(self.grace.mul_f64(0.3))
+        self.grace.saturating_sub(MOST_MARGIN.min(self.grace.mul_f64(0.3)))
     }
 
     /// The pause between two pings while handlers run.
@@ -116,9 +113,9 @@ impl TrustRule {
                 // A ping on a session that no beat has declared proves nothing: the loss of the one before it may have been seen.
                 let ping = ping.filter(|(of, _)| *of == session).map(|(_, at)| at);
                 let proof = ping.map_or(beat.sent_at, |at| at.max(beat.sent_at));
-                (proof + self.span()).min(beat.sent_at + (DEFINITELY_DEAD - DEFINITELY_DEAD_MARGIN))
+                (proof + self.span()).min(beat.sent_at + PINGS_CARRY)
             }
-            None => beat.sent_at + (stale_after(beat.interval) - STALE_MARGIN),
+            None => beat.sent_at + stale_after(beat.interval).saturating_sub(STALE_MARGIN),
         }
     }
 }
@@ -133,6 +130,9 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    /// Peers evict whoever did not beat for this long, lock or no lock.
+    const DEFINITELY_DEAD: Duration = Duration::from_mins(5);
 
     /// Some instant: taken from tokio's clock, because the other one is banned.
     fn origin() -> Instant {

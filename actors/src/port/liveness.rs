@@ -146,7 +146,7 @@ pub trait DeathWatch: Send + Sync + 'static {
 pub struct Swept {
     /// Who was evicted.
     pub evicted: Vec<InstanceId>,
-    /// Rows that came back.
+    /// Rows that came back, assignments of streams included.
     pub released: u64,
     /// Some evicted instance's rows are not all back: go on with [`SweepStore::release_pass`].
     pub unfinished: bool,
@@ -158,8 +158,8 @@ pub trait SweepStore: Send + Sync + 'static {
     /// tiny transaction; only when there is something to hand back, a first [`release_pass`](Self::release_pass) follows it.
     fn sweep(&self, me: InstanceId) -> PortFuture<'_, Option<Swept>>;
 
-    /// One pass over what evicted instances still hold, over `max_rows` rows (1 to 1 000) at most. Returns the rows that came back, and
-    /// whether something is left to do. Anyone may go on where another one stopped. Nothing back and something left: somebody has those
+    /// One pass over what evicted instances still hold, over `max_rows` rows (1 to 1 000) at most. Returns the rows that came back,
+    /// assignments of streams included, and whether something is left to do. Anyone may go on where another one stopped. Nothing back and something left: somebody has those
     /// rows locked or works on them; ask again later, not at once.
     fn release_pass(&self, max_rows: u32) -> PortFuture<'_, (u64, bool)>;
 }

@@ -48,12 +48,15 @@ impl Supervisor {
             Command::Restart { name, answer } => {
                 let Some(at) = self.at(&name).filter(|_| running) else { return };
                 let slot = &mut self.members.slots[at];
-                if slot.place.stage != Stage::Over {
-                    slot.place.recycle = slot.place.is_running();
-                    slot.place.due = None;
-                    slot.start_asked.push(answer);
-                    self.recycle_dependents(at, None);
+                if slot.place.stage == Stage::Over {
+                    // Whoever asked may be gone.
+                    let _ = answer.send(Err(StartFailed::Over(name)));
+                    return;
                 }
+                slot.place.recycle = slot.place.is_running();
+                slot.place.due = None;
+                slot.start_asked.push(answer);
+                self.recycle_dependents(at, None);
             }
             #[cfg(feature = "testing")]
             Command::Crash { name } => {

@@ -45,6 +45,9 @@ pub enum StartFailed {
     /// There is no such child.
     #[error("there is no child called {0}")]
     NoSuchChild(Name),
+    /// It has ended for good, and its address with it.
+    #[error("{0} has ended for good: remove it, and add it again")]
+    Over(Name),
     /// The tree has ended.
     #[error("the tree of {0} has ended")]
     Ended(Name),

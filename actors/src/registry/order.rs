@@ -94,7 +94,7 @@ mod tests {
     #[test]
     fn a_start_in_order_waits_for_the_one_in_front() {
         use Stage::{Down, Over, Starting, Up};
-        let now = Instant::now();
+        let now = tokio::time::Instant::now().into_std();
         assert_eq!(to_start(&places(&[Down, Down, Down]), now, true, true), [0]);
         assert_eq!(to_start(&places(&[Starting, Down, Down]), now, true, true), [0; 0]);
         assert_eq!(to_start(&places(&[Up, Over, Down]), now, true, true), [2]);
@@ -105,7 +105,7 @@ mod tests {
     #[test]
     fn nobody_starts_in_a_wave_before_the_last_has_stopped() {
         use Stage::{Down, Stopping, Up};
-        let now = Instant::now();
+        let now = tokio::time::Instant::now().into_std();
         let mut wave = places(&[Down, Up, Stopping]);
         assert_eq!(to_start(&wave, now, true, true), [0; 0]);
         wave[2].stage = Down;
@@ -118,7 +118,9 @@ mod tests {
     fn stops_go_backwards_one_by_one_or_all_at_once() {
         use Stage::{Down, Starting, Stopping, Up};
         let mut group = places(&[Up, Up, Starting]);
-        group.iter_mut().for_each(|place| place.wanted = false);
+        for place in &mut group {
+            place.wanted = false;
+        }
         assert_eq!(to_stop(&group, true), [2]);
         assert_eq!(to_stop(&group, false), [2, 1, 0]);
         group[2].stage = Stopping;
@@ -129,7 +131,7 @@ mod tests {
 
     #[test]
     fn a_child_that_is_not_due_waits() {
-        let now = Instant::now();
+        let now = tokio::time::Instant::now().into_std();
         let mut group = places(&[Stage::Down, Stage::Down]);
         group[0].due = Some(now + std::time::Duration::from_secs(1));
         assert_eq!(to_start(&group, now, true, false), [1]);

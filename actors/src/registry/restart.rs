@@ -196,7 +196,7 @@ mod tests {
         backoff: &Backoff,
         lot: f64,
     ) -> Option<(u32, Duration)> {
-        let birth = Instant::now();
+        let birth = tokio::time::Instant::now().into_std();
         let (mut now, mut record) = (birth, Record::default());
         for _ in 0..1_000 {
             record.ready(now);
@@ -213,7 +213,7 @@ mod tests {
     fn the_first_restart_is_at_once_and_the_pauses_double_to_their_ceiling() {
         let (intensity, backoff) =
             (Intensity { max_restarts: 100, ..Intensity::default() }, Backoff::default());
-        let (now, mut record) = (Instant::now(), Record::default());
+        let (now, mut record) = (tokio::time::Instant::now().into_std(), Record::default());
         let pauses: Vec<u128> = (0..9)
             .map(|_| match record.died(now, &intensity, &backoff, 0.0) {
                 Verdict::Again(pause) => pause.as_millis(),
@@ -245,7 +245,7 @@ mod tests {
     #[test]
     fn a_healthy_while_makes_the_next_restart_immediate_again() {
         let (intensity, backoff) = (Intensity::default(), Backoff::default());
-        let (mut now, mut record) = (Instant::now(), Record::default());
+        let (mut now, mut record) = (tokio::time::Instant::now().into_std(), Record::default());
         for _ in 0..3 {
             record.died(now, &intensity, &backoff, 0.0);
         }
@@ -276,6 +276,9 @@ mod tests {
     fn no_restart_is_allowed_when_none_is() {
         let none = Intensity { max_restarts: 0, ..Intensity::default() };
         let mut record = Record::default();
-        assert_eq!(record.died(Instant::now(), &none, &Backoff::default(), 0.0), Verdict::GiveUp(0));
+        assert_eq!(
+            record.died(tokio::time::Instant::now().into_std(), &none, &Backoff::default(), 0.0),
+            Verdict::GiveUp(0)
+        );
     }
 }

@@ -157,6 +157,11 @@ impl Trust {
         Self { standing, beat_now }
     }
 
+    /// Until when no peer can have taken this instance for dead.
+    pub fn until(&self) -> Option<Instant> {
+        self.standing.trust_until()
+    }
+
     pub(crate) fn standing(&self) -> &Arc<Standing> {
         &self.standing
     }

@@ -8,6 +8,7 @@ use actix::prelude::*;
 use crate::actor::claim::ClaimActor;
 use crate::actor::dispatch::DispatchActor;
 use crate::actor::heartbeat::HeartbeatActor;
+use crate::actor::notify_gate::NotifyGateActor;
 use crate::actor::settle::SettleActor;
 use crate::actor::stale_sweep::StaleSweepActor;
 
@@ -41,7 +42,7 @@ macro_rules! mortal {
     )*};
 }
 
-mortal!(ClaimActor, DispatchActor, SettleActor, HeartbeatActor, StaleSweepActor);
+mortal!(ClaimActor, DispatchActor, SettleActor, HeartbeatActor, NotifyGateActor, StaleSweepActor);
 
 /// Ends an actor and waits until it is gone.
 pub(super) async fn end<A>(addr: &Addr<A>)

@@ -116,10 +116,8 @@ impl<M: Message<Result = ()> + Send + Unpin + 'static> TestProbe<M> {
     ///
     /// When it does not.
     pub async fn expect_within(&mut self, limit: Duration) -> M {
-        match timeout(limit, self.next()).await {
-            Ok(message) => message,
-            Err(_) => panic!("no {} came within {limit:?}", type_name::<M>()),
-        }
+        let came = timeout(limit, self.next()).await;
+        came.unwrap_or_else(|_| panic!("no {} came within {limit:?}", type_name::<M>()))
     }
 
     /// Waits this long for a message that must not come.
@@ -128,9 +126,8 @@ impl<M: Message<Result = ()> + Send + Unpin + 'static> TestProbe<M> {
     ///
     /// When one comes.
     pub async fn expect_none(&mut self, during: Duration) {
-        if timeout(during, self.received.recv()).await.is_ok_and(|message| message.is_some()) {
-            panic!("a {} came within {during:?}, and none should have", type_name::<M>());
-        }
+        let came = timeout(during, self.received.recv()).await.is_ok_and(|message| message.is_some());
+        assert!(!came, "a {} came within {during:?}, and none should have", type_name::<M>());
     }
 
     /// What has come so far.

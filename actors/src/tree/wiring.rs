@@ -311,7 +311,7 @@ fn stale_sweep(
     wake: Recipient<RequestImmediatePoll>,
 ) -> Spec<StaleSweepActor> {
     let subscribers: Arc<Subscribers> = Arc::default();
-    Spec::new("stale-sweep", move |_| {
+    Spec::new("stale_sweep", move |_| {
         let life = wiring.lives.current();
         StaleSweepActor::new(StaleSweepParts {
             options: wiring.options.liveness.clone(),

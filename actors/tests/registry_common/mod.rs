@@ -2,16 +2,16 @@
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
+use std::cell::RefCell;
 use std::fmt;
 use std::io;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Once};
 use std::time::Duration;
 
 use actix::prelude::*;
 use futures_util::stream;
 use tokio::sync::broadcast;
 use tokio::time::sleep;
-use tracing::subscriber::DefaultGuard;
 use workpump_actors::registry::{
     ChildInfo, Cx, Group, Host, Intensity, Name, Registry, Spec, SupervisorEvent,
 };
@@ -79,6 +79,11 @@ pub(crate) struct Note(pub(crate) u32);
 #[derive(Message)]
 #[rtype(result = "()")]
 pub(crate) struct Boom(pub(crate) Where);
+
+/// To panic there as soon as it gets there.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub(crate) struct Arm(pub(crate) Where);
 
 #[derive(Message)]
 #[rtype(result = "()")]
@@ -180,6 +185,14 @@ impl Handler<Quit> for Subject {
 
     fn handle(&mut self, _: Quit, ctx: &mut Self::Context) {
         ctx.stop();
+    }
+}
+
+impl Handler<Arm> for Subject {
+    type Result = ();
+
+    fn handle(&mut self, Arm(place): Arm, _: &mut Self::Context) {
+        self.fragile = Some(place);
     }
 }
 
@@ -295,34 +308,38 @@ impl History {
     }
 }
 
-/// The log lines of this thread.
-#[derive(Clone, Default)]
-pub(crate) struct Lines(Arc<Mutex<Vec<u8>>>);
+thread_local! {
+    /// What was logged on this thread since somebody wanted to know.
+    static LOGGED: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The log lines of this thread: a test in virtual time has no other.
+pub(crate) struct Lines;
 
 impl Lines {
-    /// Catches them until the guard is dropped.
-    pub(crate) fn catch() -> (Self, DefaultGuard) {
-        let lines = Self::default();
-        let writer = lines.clone();
-        let subscriber = tracing_subscriber::fmt()
-            .with_ansi(false)
-            .without_time()
-            .with_writer(move || writer.clone())
-            .finish();
-        (lines, tracing::subscriber::set_default(subscriber))
+    /// Catches them from now on.
+    ///
+    /// One subscriber for the whole process: what one of a thread hears depends on what other threads log for the first time meanwhile.
+    pub(crate) fn catch() -> Self {
+        static FOR_ALL: Once = Once::new();
+        FOR_ALL.call_once(|| {
+            tracing_subscriber::fmt().with_ansi(false).without_time().with_writer(|| Self).init();
+        });
+        LOGGED.take();
+        Self
     }
 
     /// Those of this level.
+    #[expect(clippy::unused_self, reason = "who reads lines has caught them before")]
     pub(crate) fn of(&self, level: &str) -> Vec<String> {
-        let bytes = self.0.lock().expect("not poisoned").clone();
-        let text = String::from_utf8(bytes).expect("log lines are text");
+        let text = String::from_utf8(LOGGED.with_borrow(Clone::clone)).expect("log lines are text");
         text.lines().map(str::trim).filter(|line| line.starts_with(level)).map(ToOwned::to_owned).collect()
     }
 }
 
 impl io::Write for Lines {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().expect("not poisoned").extend_from_slice(bytes);
+        LOGGED.with_borrow_mut(|logged| logged.extend_from_slice(bytes));
         Ok(bytes.len())
     }
 

@@ -3,6 +3,7 @@
 //! The rule: an instance that leaves keeps its lock until everything else is done. The failure this prevents: peers that take an instance
 //! for dead while its last results are being written.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use actix::prelude::*;
@@ -23,8 +24,8 @@ impl Handler<ProbeNow> for NotifyGateActor {
     fn handle(&mut self, _: ProbeNow, ctx: &mut Self::Context) {
         let standing = &self.parts.standing;
         let pause = standing.trust_rule().ping_pause();
-        let fresh = self.last_ping.is_some_and(|at| now().saturating_duration_since(at) < pause);
-        if !(fresh && self.next_ping.is_set() && standing.is_trusted(now())) {
+        let fresh = self.pings.last.is_some_and(|at| now().saturating_duration_since(at) < pause);
+        if !(fresh && self.pings.next.is_set() && standing.is_trusted(now())) {
             self.ping(ctx);
         }
     }
@@ -50,7 +51,7 @@ impl Handler<Drain> for NotifyGateActor {
         self.over = true;
         self.quiet(ctx);
         let held = self.open.as_ref().filter(|open| open.lock.is_some());
-        let session = held.map(|open| std::sync::Arc::clone(&open.session));
+        let session = held.map(|open| Arc::clone(&open.session));
         let instance = self.parts.instance;
         let released = async move {
             if let Some(session) = session {
@@ -69,7 +70,7 @@ impl NotifyGateActor {
     fn quiet(&mut self, ctx: &mut Context<Self>) {
         self.reconnect.clear(ctx);
         self.lock_retry.clear(ctx);
-        self.next_ping.clear(ctx);
+        self.pings.next.clear(ctx);
         (self.parts.ready)();
     }
 }

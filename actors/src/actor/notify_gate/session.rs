@@ -3,13 +3,13 @@
 //! The rule: every answer is matched with the session it belongs to. The failure this prevents: the late answer of a session that has
 //! ended, taken for a proof that the next one holds the lock.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use actix::prelude::*;
 use futures_util::StreamExt;
-use std::sync::Arc;
 
-use crate::actor::{backoff, now};
+use crate::actor::{Alarm, backoff, now};
 use crate::instance::AliveLock;
 use crate::message::{RequestImmediatePoll, TrustProven};
 use crate::port::{DirectSession, NotificationStream, StoreError};
@@ -26,6 +26,16 @@ pub(super) struct Open {
     opened_at: Instant,
     /// The number of the lock, while it is held.
     pub(super) lock: Option<u64>,
+}
+
+/// Where the pings stand.
+#[derive(Debug, Default)]
+pub(super) struct Pings {
+    pub(super) next: Alarm,
+    /// When the last one was sent.
+    pub(super) last: Option<Instant>,
+    under_way: bool,
+    again: bool,
 }
 
 impl NotifyGateActor {
@@ -158,8 +168,8 @@ impl NotifyGateActor {
         self.counters.losses += 1;
         self.end_session();
         self.lock_retry.clear(ctx);
-        self.next_ping.clear(ctx);
-        self.pinging = false;
+        self.pings.next.clear(ctx);
+        self.pings.under_way = false;
         if self.health.wrong(&"the direct session has ended") {
             tracing::warn!("the direct session has ended; it is opened again");
         }
@@ -175,16 +185,16 @@ impl NotifyGateActor {
     pub(super) fn ping(&mut self, ctx: &mut Context<Self>) {
         let Some(open) = self.open.as_ref() else { return };
         let Some(lock) = open.lock else { return };
-        if std::mem::replace(&mut self.pinging, true) {
-            self.ping_again = true;
+        if std::mem::replace(&mut self.pings.under_way, true) {
+            self.pings.again = true;
             return;
         }
-        self.ping_again = false;
+        self.pings.again = false;
         self.counters.pings += 1;
         let (number, session, sent_at) = (open.number, Arc::clone(&open.session), now());
-        self.last_ping = Some(sent_at);
-        self.next_ping.set(ctx, self.parts.standing.trust_rule().ping_pause(), |act, ctx| {
-            act.next_ping.rang();
+        self.pings.last = Some(sent_at);
+        self.pings.next.set(ctx, self.parts.standing.trust_rule().ping_pause(), |act, ctx| {
+            act.pings.next.rang();
             if !act.parts.in_flight.is_empty() || act.parts.standing.is_doubted() {
                 act.ping(ctx);
             }
@@ -192,9 +202,9 @@ impl NotifyGateActor {
         let pinged = async move { within_limit(session.ping()).await };
         ctx.spawn(pinged.into_actor(self).map(move |answer, act, ctx| {
             if act.is_open(number) {
-                act.pinging = false;
+                act.pings.under_way = false;
                 act.ping_answered(answer, lock, sent_at);
-                if act.ping_again {
+                if act.pings.again {
                     act.ping(ctx);
                 }
             }
