@@ -99,8 +99,8 @@ pub struct HeartbeatOptions {
     pub slow_interval_seconds: u32,
     /// Whether the alive-lock may slow the beat. Default `AdvisoryLockWhenAvailable`.
     pub liveness_source_mode: LivenessSourceMode,
-    /// Kill-switch. Default true. False: no beats, so peers come to see this instance as gone; disabled from the start it never
-    /// registers and so never claims.
+    /// Kill-switch. Default true. False: the instance sends no beat, takes no alive-lock, never registers and so never claims, is not
+    /// ready, and says why when it is observed.
     pub enabled: bool,
 }
 

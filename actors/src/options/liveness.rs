@@ -42,9 +42,12 @@ pub struct LivenessOptions {
     /// Seconds between sweeps for peers whose beat is stale, the backstop for whatever the death watch missed; spread by 20 % either way.
     /// Default 60. 1 to 3 600. Lower finds such deaths sooner and costs a statement each time.
     pub stale_sweep_interval_seconds: u32,
-    /// Running handlers while this instance cannot prove that it is alive. Default `Hold`.
+    /// Running handlers while this instance cannot prove that it is alive: from 4 s (the grace less a second, or less 0.3 of it) after the
+    /// last answered ping or accepted beat. Default `Hold`. Rows that were not started wait under `Hold` and are handed back under `Cancel`.
     pub on_fence: OnFence,
-    /// What happens after an eviction. Default `Reincarnate`.
+    /// What happens after an eviction. Default `Reincarnate`: handlers are told to stop, waited for until `dispatch.drain_deadline_seconds`
+    /// and then dropped; what they answer is discarded; then the actors start again under a fresh id, at once the first time, after 1 s
+    /// doubling to 30 s when it happens again within a minute. `Stop`: nothing more happens until the process is started anew.
     pub on_evicted: OnEvicted,
 }
 

@@ -216,7 +216,7 @@ mod tests {
         standing.beat_accepted(beat);
         assert!(standing.is_trusted(start + Duration::from_millis(3_999)));
         assert!(!standing.is_trusted(start + Duration::from_secs(4)));
-        standing.pinged(1, start + Duration::from_secs(60));
+        standing.pinged(1, start + Duration::from_mins(1));
         assert_eq!(standing.trust_until(), Some(start + Duration::from_secs(64)));
     }
 
