@@ -197,7 +197,7 @@ pub async fn settled(control: &Client, relays: &[&Relay]) {
     declared(control, relays).await;
     let all = relays.len();
     let watching = format!(
-        "select count(*) = {all} from pg_stat_activity where datname = current_database() and state = 'active' and query like 'CALL%wh_watch%'"
+        "select count(*) = {all} from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock' and query like 'CALL%wh_watch%'"
     );
     until(control, &watching).await;
 }
