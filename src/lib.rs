@@ -18,6 +18,7 @@ mod status;
 pub mod supervision {
     #![doc = include_str!("../docs/supervision.md")]
 
+    pub use workpump_actors::message::{EvictionReason, PeerEvicted, SubscribeToEvictions, SweepNow};
     pub use workpump_actors::registry::{
         AskHealth, AskTotals, Backoff, ChildInfo, ChildState, Cx, EventKind, Exit, GaveUp, Group, Guard,
         Health, Host, Intensity, InvalidPolicy, Name, Panicked, Placement, Ready, Registry, RegistryActor,
@@ -36,7 +37,7 @@ pub use pg::migrate::{
 };
 pub use pg::schema_name::BadSchemaName;
 pub use pump::{Builder, WorkPump};
-pub use status::{CategoryStatus, InstanceStatus, Status, status};
+pub use status::{CategoryStatus, Eviction, InstanceStatus, Status, evictions, status};
 pub use workpump_actors as engine;
 pub use workpump_actors::delivery::ExtendError;
 pub use workpump_actors::message::{Account, ExtendLease, GateChanged, RequestImmediatePoll};

@@ -12,6 +12,7 @@ use tokio_postgres::Config;
 use workpump_actors::instance::{InstanceId, InstanceIdentity};
 use workpump_actors::message::Account;
 use workpump_actors::options::Options;
+use workpump_actors::port::DeathWatch;
 use workpump_actors::registry::{Group, Placement, Registry, Spec};
 use workpump_actors::runner::Runner;
 use workpump_actors::tree::{DrainReport, Engine, EngineParts};
@@ -21,12 +22,14 @@ use crate::connect::{check_schema, parse};
 use crate::enqueue::Producer;
 use crate::error::Error;
 use crate::handler::{Handler, Handlers, Publisher, PublisherRunner};
+use crate::pg::death_watch::PgDeathWatch;
 use crate::pg::direct_session::PgDirectConnector;
 use crate::pg::instance_store::PgInstanceStore;
 use crate::pg::migrate::migrate_on;
 use crate::pg::renewal_store::PgRenewalStore;
 use crate::pg::schema_name::SchemaName;
 use crate::pg::session::Session;
+use crate::pg::sweep_store::PgSweepStore;
 use crate::pg::work_store::PgWorkStore;
 use crate::runtime::OwnRuntime;
 
@@ -151,9 +154,14 @@ impl Builder {
             let _inside = io.enter();
             Arc::new(PgWorkStore::new(&schema, &pooled, direct.clone(), io.clone(), keep))
         };
+        // No session is opened where nobody watches.
+        let watch = PgDeathWatch::new(&schema, direct.clone()).driven_by(io.handle());
+        let watch = self.options.liveness.death_watch.then(|| Arc::new(watch) as Arc<dyn DeathWatch>);
         let engine = Engine::start(EngineParts {
             options: self.options,
             identity,
+            sweep: Arc::new(PgSweepStore::new(&schema, work.pool())),
+            watch,
             work,
             direct: Some(Arc::new(PgDirectConnector::new(&schema, direct.clone(), io.handle()))),
             instances: Arc::new(PgInstanceStore::new(&schema, direct.clone(), pooled.clone())),

@@ -114,3 +114,39 @@ fn category(row: &tokio_postgres::Row) -> Result<CategoryStatus, tokio_postgres:
         oldest_age_seconds: row.try_get(6)?,
     })
 }
+
+/// An instance that others evicted.
+#[derive(Debug, Clone, Serialize)]
+pub struct Eviction {
+    /// Who is a member no longer, and never will be under this id.
+    pub instance_id: Uuid,
+    /// Who did it; none when it was done by hand.
+    pub evicted_by: Option<Uuid>,
+    /// Why.
+    pub reason: String,
+    /// Seconds since, by the database clock.
+    pub age_seconds: f64,
+    /// Whether everything it held came back.
+    pub released: bool,
+}
+
+/// The evictions on record in `schema`, the latest first. Instances that left by themselves are not among them.
+pub async fn evictions(url: &str, schema: &str) -> Result<Vec<Eviction>, Error> {
+    let name = SchemaName::new(schema)?;
+    let client = connect(url).await?;
+    check_schema(&client, schema).await?;
+    let read = async {
+        let rows = client.query_typed(&statement::evictions(&name), &[]).await?;
+        let evictions = rows.iter().map(|row| {
+            Ok(Eviction {
+                instance_id: row.try_get(0)?,
+                evicted_by: row.try_get(1)?,
+                reason: row.try_get(2)?,
+                age_seconds: row.try_get(3)?,
+                released: row.try_get(4)?,
+            })
+        });
+        evictions.collect::<Result<_, tokio_postgres::Error>>()
+    };
+    read.await.map_err(|error| Error::database(&error))
+}

@@ -181,6 +181,18 @@ fn only_the_claim_actor_claims_and_only_the_heartbeat_actor_beats() {
 }
 
 #[test]
+fn only_the_sweeping_actor_writes_the_rows_of_others() {
+    none(
+        "a verdict of anybody else would be spoken without its grace, and a release without its breath",
+        &places(
+            "actors/src",
+            &["actor/stale_sweep", "testing"],
+            &[".evict_suspect(", ".release_pass(", ".sweep(", ".watch("],
+        ),
+    );
+}
+
+#[test]
 fn capacity_comes_back_by_itself() {
     none(
         "dispatch and settle never tell the claim actor about capacity: a permit returns when a slot drops",

@@ -1,6 +1,8 @@
 //! The demo on input that nobody made easy: everything that can be relayed is, everything else is refused by line and reason, and
 //! nothing stays behind, however it ends.
 
+#![allow(clippy::print_stdout, reason = "figures are printed for the reader of a test run")]
+
 mod common;
 
 use std::fs;
@@ -236,4 +238,51 @@ fn descendants_of(pid: u32) -> Vec<u32> {
 fn is_running(pid: u32) -> bool {
     fs::read_to_string(format!("/proc/{pid}/stat"))
         .is_ok_and(|stat| !stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with('Z')))
+}
+
+#[test]
+fn an_instance_that_is_killed_in_mid_run_costs_a_moment_and_no_message() {
+    // The fewest instances there may be, a file with its length in bytes, and more of both.
+    let orders: Vec<String> =
+        (0..6_000).map(|n| format!(r#"{{"order":{},"text":"{}"}}"#, n % 90, "x".repeat(n % 700))).collect();
+    let path = input("orders_to_kill_in.jsonl", orders.join("\n").as_bytes());
+    let file = ["--input", path.to_str().unwrap(), "--stream-key", "order", "--instances", "2"];
+    let generated = ["--messages", "12000", "--streams", "150", "--instances", "4"];
+    for arguments in [&file[..], &generated] {
+        let output = workpump()
+            .env("WORKPUMP_LIVENESS_LOCK_LOSS_GRACE_SECONDS", "1")
+            .args(["demo", "--json", "--kill"])
+            .args(arguments)
+            .output()
+            .expect("the program runs");
+        let errors = String::from_utf8_lossy(&output.stderr);
+        let report: Value =
+            serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{e}: {errors}"));
+        assert_figures(
+            &report,
+            &[
+                ("lost", 0),
+                ("duplicates", 0),
+                ("order_violations", 0),
+                ("false_evictions", 0),
+                ("instances_died", 1),
+            ],
+        );
+        let takeover =
+            report["takeover_ms"].as_u64().unwrap_or_else(|| panic!("nothing was taken over: {report}"));
+        println!("takeover after {takeover} ms, {} redelivered", report["redelivered"]);
+        // Before the end of the grace there is none; how long after it is the machine's affair, as long as it is not the end of a lease.
+        assert!((1_000..60_000).contains(&takeover), "{report}");
+        assert!(output.status.success(), "{report}");
+        assert!(errors.contains("kill -9 of instance "), "it says when it kills: {errors}");
+    }
+}
+
+#[test]
+fn one_instance_is_not_killed_because_nobody_could_take_over() {
+    let output = workpump().args(["demo", "--kill", "--instances", "1"]).output().unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{errors}");
+    assert!(errors.contains("--instances 2 or more"), "{errors}");
+    assert!(output.stdout.is_empty());
 }

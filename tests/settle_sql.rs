@@ -7,6 +7,8 @@ mod work;
 
 #[path = "settle/deadlock.rs"]
 mod deadlock;
+#[path = "settle/epoch_alone.rs"]
+mod epoch_alone;
 #[path = "settle/fencing.rs"]
 mod fencing;
 #[path = "settle/verdicts.rs"]

@@ -13,7 +13,9 @@ use rand::RngExt;
 use serde_json::json;
 use tokio_postgres::Client;
 use uuid::Uuid;
-use workpump::supervision::{EventKind, Spec, SupervisorEvent};
+use workpump::supervision::{
+    EventKind, EvictionReason, PeerEvicted, Spec, SubscribeToEvictions, SupervisorEvent, SweepNow,
+};
 use workpump::{Failure, NewOutbox, OutboxMessage, Outcome, Producer, Publisher, WorkPump};
 
 const STREAMS: u64 = 40;
@@ -64,7 +66,8 @@ async fn produce(client: Client, stop: tokio_util::sync::CancellationToken) -> u
 /// Kills every actor of the pump, some at once, some between two messages, and waits until all are back.
 async fn kill_them_all(pump: &WorkPump) {
     let mut events = pump.registry().events();
-    let mut dead: HashSet<&str> = HashSet::from(["claim", "dispatch", "settle", "heartbeat", "warden"]);
+    let mut dead: HashSet<&str> =
+        HashSet::from(["claim", "stale_sweep", "dispatch", "settle", "heartbeat", "warden"]);
     for name in dead.clone() {
         let pause = rand::make_rng::<rand::rngs::SmallRng>().random_range(0..15);
         tokio::time::sleep(Duration::from_millis(pause)).await;
@@ -110,7 +113,7 @@ async fn killing_every_actor_in_turn_while_work_flows_loses_nothing_and_keeps_or
             tokio::time::sleep(Duration::from_mins(1)).await;
         }
         kill_them_all(&pump).await;
-        kills += 5;
+        kills += 6;
     }
     stop.cancel();
     let stored = producing.await.expect("no panic");
@@ -233,4 +236,66 @@ async fn a_user_actor_that_takes_a_name_of_the_pump_is_refused_by_name() {
         .await;
     let error = started.expect_err("refused").to_string();
     assert!(error.contains("already a child called claim"), "{error}");
+}
+
+/// Is told of evictions, in every life.
+struct Pager(tokio::sync::mpsc::UnboundedSender<PeerEvicted>);
+
+impl Actor for Pager {
+    type Context = Context<Self>;
+}
+
+impl Handler<PeerEvicted> for Pager {
+    type Result = ();
+
+    fn handle(&mut self, news: PeerEvicted, _: &mut Self::Context) {
+        // The test may be over.
+        let _ = self.0.send(news);
+    }
+}
+
+/// A member that has not beaten for an hour and still leases a row.
+async fn dead_member(client: &Client) -> Uuid {
+    let dead = Uuid::now_v7();
+    let sql = format!(
+        "insert into wh_service_instances (instance_id, service_name, host_name, process_id, last_heartbeat_at) \
+         values ('{dead}', 's', 'h', 1, clock_timestamp() - interval '1 hour'); \
+         insert into wh_outbox (message_type, payload, instance_id, lease_expiry, claim_epoch, attempts) \
+         values ('step', '{{\"number\": 0}}', '{dead}', clock_timestamp() + interval '1 hour', 1, 1)"
+    );
+    client.batch_execute(&sql).await.expect("a dead member");
+    dead
+}
+
+#[tokio::test]
+async fn who_subscribes_is_told_of_evictions_also_after_the_sweeping_actor_died() {
+    let database = common::database().await;
+    let client = database.connect().await;
+    let (told, mut telling) = tokio::sync::mpsc::unbounded_channel();
+    let pager = Spec::new("pager", move |cx| {
+        let sweep = cx.registry().recipient::<SubscribeToEvictions>().expect("a child of the pump");
+        sweep.do_send(SubscribeToEvictions(cx.addr().recipient()));
+        Pager(told.clone())
+    });
+    // The sweep of a beat would be faster, and tells nobody.
+    let mut options = quick();
+    options.heartbeat.interval_seconds = 100;
+    options.heartbeat.slow_interval_seconds = 100;
+    let journal = Journal::default();
+    let builder = WorkPump::builder(database.url()).options(options).publisher(journal.clone());
+    let pump = builder.supervise(pager).start().await.expect("starts");
+    let sweep = pump.registry().recipient::<SweepNow>().expect("a child of the pump");
+    for round in 1..=2 {
+        let dead = dead_member(&client).await;
+        sweep.do_send(SweepNow);
+        let news = telling.recv().await.expect("the pager lives");
+        assert_eq!(news.instance.0, dead);
+        assert_eq!(news.reason, EvictionReason::StaleHeartbeat);
+        eventually("the row of the dead is relayed", async || journal.read().len() == round).await;
+        let evictions = workpump::evictions(database.url(), "public").await.expect("evictions");
+        assert_eq!(evictions[0].instance_id, dead);
+        assert_eq!(evictions[0].evicted_by, Some(pump.instance_id()));
+        pump.registry().crash("stale_sweep").expect("a child of the pump");
+    }
+    pump.drain().await;
 }

@@ -17,7 +17,7 @@ use workpump_actors::port::{
     Settled, WorkStore,
 };
 use workpump_actors::runner::{Failure, Job, Runner};
-use workpump_actors::testing::claimed;
+use workpump_actors::testing::{FakeSweep, claimed};
 use workpump_actors::tree::{Engine, EngineParts};
 use workpump_actors::work::{Category, ClaimEpoch, ClaimedWork, WorkKey};
 
@@ -143,6 +143,8 @@ fn measure(name: &str, rows: usize, streams: usize, runner: Trivial) {
             },
             work: Arc::clone(&mill) as _,
             instances: Arc::clone(&mill) as _,
+            sweep: FakeSweep::new(),
+            watch: None,
             direct: None,
             renewals: Arc::clone(&mill) as _,
             runners: vec![(Category::Inbox, Arc::new(runner))],

@@ -142,6 +142,36 @@ pub struct ProbeNow;
 #[rtype(result = "()")]
 pub struct Evicted(pub InstanceId);
 
+/// Look for peers whose beat is stale now, whatever the interval says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
+#[rtype(result = "()")]
+pub struct SweepNow;
+
+/// This instance evicted a peer. Evictions by others are not told here; all of them stand in the table of tombstones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
+#[rtype(result = "()")]
+pub struct PeerEvicted {
+    /// Who is a member no longer.
+    pub instance: InstanceId,
+    /// What it was taken for dead by.
+    pub reason: EvictionReason,
+}
+
+/// What a peer was taken for dead by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub enum EvictionReason {
+    /// Its alive-lock stayed free for the grace.
+    AliveLockLost,
+    /// Its beat was stale and its lock free, or it had not beaten for five minutes.
+    StaleHeartbeat,
+}
+
+/// Be told of every [`PeerEvicted`] from now on. Asking twice is asking once, so an actor may ask in its factory, in every life; whoever
+/// has ended is forgotten.
+#[derive(Clone, Debug, Message)]
+#[rtype(result = "()")]
+pub struct SubscribeToEvictions(pub Recipient<PeerEvicted>);
+
 /// Give an account of yourself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
 #[rtype(result = "Account")]

@@ -10,12 +10,15 @@
 
 mod trust;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 use crate::instance::{AliveLock, Gate};
+use crate::lock;
 use crate::policy::trust::TrustRule;
 
 use trust::TrustBook;
@@ -36,6 +39,7 @@ pub struct Standing {
     had_claimer: Flag,
     gate: AtomicU8,
     alive_lock: AtomicU8,
+    alive_lock_since: Mutex<Option<Instant>>,
 }
 
 /// What people want of it, whatever its id is: kept from life to life.
@@ -198,8 +202,20 @@ impl Standing {
     }
 
     /// Whether it holds its alive lock. Returns what was known before.
-    pub fn set_alive_lock(&self, lock: AliveLock) -> AliveLock {
-        lock_of(self.alive_lock.swap(lock as u8, Ordering::AcqRel))
+    pub fn set_alive_lock(&self, held: AliveLock) -> AliveLock {
+        let mut since = lock(&self.alive_lock_since);
+        let before = lock_of(self.alive_lock.swap(held as u8, Ordering::AcqRel));
+        if held != AliveLock::Held {
+            *since = None;
+        } else if before != AliveLock::Held {
+            *since = Some(Instant::now());
+        }
+        before
+    }
+
+    /// How long it has held its alive lock without a break; `None` while it does not.
+    pub fn alive_lock_held_for(&self) -> Option<Duration> {
+        lock(&self.alive_lock_since).map(|since| since.elapsed())
     }
 
     /// Whether it holds its alive lock.

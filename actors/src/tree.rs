@@ -4,7 +4,7 @@
 //! workpump
 //! ├── vital   lease_renewal, warden, notify_gate, heartbeat   on the vital thread
 //! ├── users   whatever users supervise                        contained: when it is given up, the pump goes on, and is not ready
-//! └── work    settle, dispatch, claim                         on the work thread
+//! └── work    settle, dispatch, stale_sweep, claim            on the work thread
 //! ```
 //!
 //! The rule: they start in this order, and a drain goes the other way, so that claiming stops first, the last result is written before
@@ -27,7 +27,7 @@ use crate::actor::warden::CatchUp;
 use crate::instance::{AliveLock, Gate, InstanceId, InstanceIdentity};
 use crate::message::{Account, Drain, GateChanged, Observe, RequestImmediatePoll};
 use crate::options::{Options, OptionsError};
-use crate::port::{DirectConnector, InstanceStore, RenewalStore, WorkStore};
+use crate::port::{DeathWatch, DirectConnector, InstanceStore, RenewalStore, SweepStore, WorkStore};
 use crate::registry::{GaveUp, Group, Host, Name, Registry, StartFailed};
 use crate::runner::Runner;
 use crate::work::Category;
@@ -52,6 +52,10 @@ pub struct EngineParts {
     pub direct: Option<Arc<dyn DirectConnector>>,
     /// Keeps leases.
     pub renewals: Arc<dyn RenewalStore>,
+    /// The backstop that finds dead peers, and hands back what they held.
+    pub sweep: Arc<dyn SweepStore>,
+    /// The death watch; none where there is no direct connection.
+    pub watch: Option<Arc<dyn DeathWatch>>,
     /// Who runs what; the last one given for a category counts. Only categories named here are claimed.
     pub runners: Vec<(Category, Arc<dyn Runner>)>,
     /// The runtime on which runners run.
@@ -110,10 +114,12 @@ impl Engine {
         let drain_deadline = Duration::from_secs(parts.options.dispatch.drain_deadline_seconds.into());
         let specs = Specs::new(parts, Arc::clone(&lives));
         let (lease_renewal, notify_gate) = (specs.lease_renewal.addr(), specs.notify_gate.addr());
-        let heartbeat = specs.heartbeat.addr();
-        let (settle, dispatch, claim) = (specs.settle.addr(), specs.dispatch.addr(), specs.claim.addr());
+        let (heartbeat, settle) = (specs.heartbeat.addr(), specs.settle.addr());
+        let (dispatch, stale_sweep) = (specs.dispatch.addr(), specs.stale_sweep.addr());
+        let claim = specs.claim.addr();
         let in_order: Vec<(Name, Recipient<Drain>)> = vec![
             ("claim".into(), claim.clone().recipient()),
+            ("stale_sweep".into(), stale_sweep.clone().recipient()),
             ("dispatch".into(), dispatch.clone().recipient()),
             ("settle".into(), settle.clone().recipient()),
             ("lease_renewal".into(), lease_renewal.clone().recipient()),
@@ -133,6 +139,7 @@ impl Engine {
             heartbeat.recipient(),
             settle.recipient(),
             dispatch.recipient(),
+            stale_sweep.recipient(),
             claim.recipient(),
         ];
         Ok(Self { registry, lives, drainer, observed })

@@ -55,7 +55,7 @@ fn work_flows_from_the_table_through_the_handler_and_back() {
         let accounts = engine.observe().await;
         assert_eq!(
             accounts.iter().map(|account| account.name).collect::<Vec<_>>(),
-            ["lease_renewal", "notify_gate", "heartbeat", "settle", "dispatch", "claim"]
+            ["lease_renewal", "notify_gate", "heartbeat", "settle", "dispatch", "stale_sweep", "claim"]
         );
         let claim = account(&accounts, "claim");
         assert_eq!((claim.counter("rows"), claim.counter("in_flight")), (3_000, 0));

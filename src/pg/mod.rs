@@ -16,7 +16,6 @@
 //!
 //! Tests of this room on a real server stand in `tests/pg/`: it is not public, and they see it from inside.
 
-#[cfg_attr(not(test), expect(dead_code, reason = "the actors that watch are not in the tree yet"))]
 pub(crate) mod death_watch;
 pub(crate) mod direct;
 pub(crate) mod direct_session;
@@ -31,7 +30,6 @@ pub(crate) mod row;
 pub(crate) mod schema_name;
 pub(crate) mod session;
 pub(crate) mod statement;
-#[cfg_attr(not(test), expect(dead_code, reason = "the actor that sweeps is not in the tree yet"))]
 pub(crate) mod sweep_store;
 pub(crate) mod work_store;
 

@@ -66,7 +66,6 @@ impl PgWorkStore {
     }
 
     /// The small pool, for what else comes beside claims.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for the sweep, which the tree does not start yet"))]
     pub(crate) fn pool(&self) -> Arc<StatementPool> {
         Arc::clone(&self.pool)
     }

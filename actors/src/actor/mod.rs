@@ -24,6 +24,7 @@ pub mod heartbeat;
 pub mod lease_renewal;
 pub mod notify_gate;
 pub mod settle;
+pub mod stale_sweep;
 pub mod warden;
 
 use std::cell::Cell;

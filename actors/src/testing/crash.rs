@@ -11,6 +11,7 @@ use crate::actor::heartbeat::HeartbeatActor;
 use crate::actor::lease_renewal::LeaseRenewalActor;
 use crate::actor::notify_gate::NotifyGateActor;
 use crate::actor::settle::SettleActor;
+use crate::actor::stale_sweep::StaleSweepActor;
 
 /// Makes the actor that gets it panic.
 #[derive(Clone, Copy, Debug, Message)]
@@ -42,7 +43,15 @@ macro_rules! mortal {
     )*};
 }
 
-mortal!(ClaimActor, DispatchActor, SettleActor, HeartbeatActor, LeaseRenewalActor, NotifyGateActor);
+mortal!(
+    ClaimActor,
+    DispatchActor,
+    SettleActor,
+    HeartbeatActor,
+    LeaseRenewalActor,
+    NotifyGateActor,
+    StaleSweepActor
+);
 
 /// Ends an actor and waits until it is gone.
 pub(super) async fn end<A>(addr: &Addr<A>)

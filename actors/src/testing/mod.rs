@@ -10,6 +10,7 @@ mod fake_peers;
 mod probe;
 mod renewal_rig;
 mod rig;
+mod sweep_rig;
 mod table;
 
 pub use crash::Crash;
@@ -21,6 +22,7 @@ pub use renewal_rig::RenewalRig;
 pub use rig::{
     ClaimRig, DispatchRig, HeartbeatRig, SettleRig, deliver, deliver_under, engine_parts, identity,
 };
+pub use sweep_rig::SweepRig;
 pub use table::{Row, claimed};
 
 use actix::System;

@@ -9,6 +9,7 @@ use tokio::sync::Semaphore;
 
 use super::crash::end;
 use super::fake::FakeStore;
+use super::fake_peers::{FakeDeathWatch, FakeSweep};
 use super::probe::TestProbe;
 use crate::actor::claim::{ClaimActor, ClaimParts};
 use crate::actor::dispatch::{DispatchActor, DispatchParts};
@@ -51,6 +52,8 @@ pub fn engine_parts(
         identity: identity(),
         work: Arc::clone(store) as _,
         instances: Arc::clone(store) as _,
+        sweep: FakeSweep::new(),
+        watch: Some(FakeDeathWatch::new()),
         direct: None,
         renewals: Arc::clone(store) as _,
         runners,

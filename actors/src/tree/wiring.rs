@@ -21,15 +21,16 @@ use crate::actor::heartbeat::{HeartbeatActor, HeartbeatParts};
 use crate::actor::lease_renewal::{LeaseRenewalActor, LeaseRenewalParts};
 use crate::actor::notify_gate::{NotifyGateActor, NotifyGateParts};
 use crate::actor::settle::{SettleActor, SettleParts};
+use crate::actor::stale_sweep::{StaleSweepActor, StaleSweepParts, Subscribers};
 use crate::actor::warden::{CatchUp, Told, WardenActor};
 use crate::lane::{Crew, CrewParts};
 use crate::message::{
     AliveLockChanged, BeatNow, Evicted, ExtendLease, Fence, GateChanged, Pause, ProbeNow,
-    RequestImmediatePoll, Resume, Settle, TrustProven, Unfence,
+    RequestImmediatePoll, Resume, Settle, SubscribeToEvictions, SweepNow, TrustProven, Unfence,
 };
 use crate::options::Options;
 use crate::policy::retry::RetryPolicy;
-use crate::port::{DirectConnector, InstanceStore, RenewalStore, WorkStore};
+use crate::port::{DeathWatch, DirectConnector, InstanceStore, RenewalStore, SweepStore, WorkStore};
 use crate::registry::{GaveUp, Group, Placement, Spec};
 use crate::runner::Runner;
 use crate::standing::Trust;
@@ -48,6 +49,7 @@ pub(super) struct Specs {
     pub(super) heartbeat: Spec<HeartbeatActor>,
     pub(super) settle: Spec<SettleActor>,
     pub(super) dispatch: Spec<DispatchActor>,
+    pub(super) stale_sweep: Spec<StaleSweepActor>,
     pub(super) claim: Spec<ClaimActor>,
 }
 
@@ -104,13 +106,26 @@ impl Specs {
         let dispatch = dispatch(Arc::clone(&wiring), parts.runners, parts.handlers, neighbours);
         let claim =
             claim(Arc::clone(&wiring), categories.into(), parts.work, dispatch.addr(), heartbeat.addr());
+        let stale_sweep =
+            stale_sweep(Arc::clone(&wiring), parts.sweep, parts.watch, claim.addr().recipient());
         // Set once, before anything starts; the factories read them when they run.
         let _ = wiring.wake.set(claim.addr().recipient());
         let told = Told {
-            fence: vec![claim.addr().recipient(), dispatch.addr().recipient(), settle.addr().recipient()],
-            unfence: vec![settle.addr().recipient(), dispatch.addr().recipient(), claim.addr().recipient()],
+            fence: vec![
+                claim.addr().recipient(),
+                stale_sweep.addr().recipient(),
+                dispatch.addr().recipient(),
+                settle.addr().recipient(),
+            ],
+            unfence: vec![
+                settle.addr().recipient(),
+                dispatch.addr().recipient(),
+                stale_sweep.addr().recipient(),
+                claim.addr().recipient(),
+            ],
             evicted: vec![
                 claim.addr().recipient(),
+                stale_sweep.addr().recipient(),
                 dispatch.addr().recipient(),
                 settle.addr().recipient(),
                 lease_renewal.addr().recipient(),
@@ -127,7 +142,7 @@ impl Specs {
             last: Mutex::default(),
         });
         let _ = links.set((told, rebirth));
-        Self { lease_renewal, warden, notify_gate, heartbeat, settle, dispatch, claim }
+        Self { lease_renewal, warden, notify_gate, heartbeat, settle, dispatch, stale_sweep, claim }
     }
 
     /// The tree. Users' actors start when the instance is a member and stop when the last handler has ended, so that handlers may use them.
@@ -147,6 +162,7 @@ impl Specs {
             .on(Placement::Work)
             .child(self.settle)
             .child(self.dispatch)
+            .child(self.stale_sweep)
             .child(self.claim)
             .last_words(last_words());
         Group::new("workpump").group(vital).group(users).group(work)
@@ -310,6 +326,32 @@ fn dispatch(
         })
     })
     .liveness(WORK_LIVENESS)
+}
+
+fn stale_sweep(
+    wiring: Arc<Wiring>,
+    sweep: Arc<dyn SweepStore>,
+    watch: Option<Arc<dyn DeathWatch>>,
+    wake: Recipient<RequestImmediatePoll>,
+) -> Spec<StaleSweepActor> {
+    let subscribers: Arc<Subscribers> = Arc::default();
+    Spec::new("stale_sweep", move |_| {
+        let life = wiring.lives.current();
+        StaleSweepActor::new(StaleSweepParts {
+            options: wiring.options.liveness.clone(),
+            instance: life.instance(),
+            standing: Arc::clone(&life.standing),
+            sweep: Arc::clone(&sweep),
+            watch: watch.clone(),
+            wake: wake.clone(),
+            evicted: wiring.evicted.clone(),
+            subscribers: Arc::clone(&subscribers),
+            seed: seed(),
+        })
+    })
+    .liveness(WORK_LIVENESS)
+    .provides::<SweepNow>()
+    .provides::<SubscribeToEvictions>()
 }
 
 fn claim(

@@ -16,6 +16,9 @@ pub(super) struct Delivery {
     pub(super) stream_id: Option<Uuid>,
     pub(super) instance_id: Uuid,
     pub(super) claim_epoch: i64,
+    /// Claims of the row so far; those that were handed back unstarted do not count.
+    #[serde(default)]
+    pub(super) attempts: u32,
 }
 
 /// One stored message.
@@ -49,6 +52,10 @@ pub(super) struct Ledger {
     streams: HashMap<Uuid, Stream>,
     /// Instances that ended before they were told to.
     died: HashSet<Uuid>,
+    /// The one of them that this program killed.
+    killed: Option<Uuid>,
+    /// Whether a row of it was relayed by another one since.
+    taken_over: bool,
     processed: u64,
     duplicates: u64,
     redelivered: u64,
@@ -95,6 +102,18 @@ impl Ledger {
         self.died.insert(instance);
     }
 
+    /// Notes an instance that is about to be killed.
+    pub(super) fn kill(&mut self, instance: Uuid) {
+        self.killed = Some(instance);
+        self.died(instance);
+    }
+
+    /// Whether a row that the killed one held was relayed by another instance. A row whose claim came to nothing has a higher epoch, and
+    /// an attempt more unless it was handed back: only a death leaves such rows in a demo, where nothing fails.
+    pub(super) fn taken_over(&self) -> bool {
+        self.taken_over
+    }
+
     /// Enters one line of the output.
     pub(super) fn deliver(&mut self, delivery: &Delivery) {
         let Some(stored) = self.messages.get_mut(&delivery.message_id) else {
@@ -102,6 +121,9 @@ impl Ledger {
             return;
         };
         *self.by_instance.entry(delivery.instance_id).or_default() += 1;
+        if self.killed.is_some_and(|killed| killed != delivery.instance_id) {
+            self.taken_over |= delivery.claim_epoch > 1 && delivery.attempts > 1;
+        }
         if let Some(first) = &mut stored.first {
             // Allowed in one case only: the claim was taken over from an instance that died.
             if delivery.claim_epoch > first.epoch && self.died.contains(&first.instance) {
@@ -185,7 +207,8 @@ mod tests {
 
     fn deliver(ledger: &mut Ledger, n: u128, instance_id: Uuid, claim_epoch: i64) {
         let message_id = Uuid::from_u128(100 + n);
-        ledger.deliver(&Delivery { message_id, stream_id: Some(STREAM), instance_id, claim_epoch });
+        let attempts = claim_epoch.try_into().unwrap();
+        ledger.deliver(&Delivery { message_id, stream_id: Some(STREAM), instance_id, claim_epoch, attempts });
     }
 
     #[test]
@@ -240,6 +263,19 @@ mod tests {
         deliver(&mut ledger, 0, TWO, 2);
         assert_eq!(ledger.tally().order_violations, 0);
         assert!(ledger.tally().is_clean());
+    }
+
+    #[test]
+    fn a_row_counts_as_taken_over_when_another_one_relays_it_after_the_kill() {
+        let mut ledger = ledger(3);
+        deliver(&mut ledger, 0, ONE, 1);
+        ledger.kill(ONE);
+        deliver(&mut ledger, 1, TWO, 1);
+        assert!(!ledger.taken_over(), "its own row");
+        deliver(&mut ledger, 2, ONE, 2);
+        assert!(!ledger.taken_over(), "written by the killed one in its last moment");
+        deliver(&mut ledger, 0, TWO, 2);
+        assert!(ledger.taken_over() && ledger.tally().is_clean());
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! and judges by the relayed lines alone. A database that is not its own is touched only in a schema of the run's own, which is
 //! dropped afterwards: no message of anybody else is ever relayed by a demo. (One that is killed leaves its schema, `workpump_demo_…`.)
 
+mod kill;
 mod ledger;
 mod orders;
 mod relays;
@@ -53,6 +54,9 @@ pub(super) struct Demo {
     /// Database to use, in a schema of the run's own; a private throwaway PostgreSQL if not given [env: WORKPUMP_DATABASE_URL]
     #[arg(long, value_name = "URL")]
     database_url: Option<String>,
+    /// Kill the busiest instance with `kill -9` in mid-run, and report how soon the others took its rows over
+    #[arg(long)]
+    kill: bool,
     /// Print one JSON object instead of a report
     #[arg(long)]
     json: bool,
@@ -60,6 +64,11 @@ pub(super) struct Demo {
 
 impl Demo {
     pub(super) async fn run(self) -> Result<Outcome, CliError> {
+        if self.kill && self.instances < 2 {
+            let text =
+                "--kill needs --instances 2 or more: somebody has to take over from the one that is killed";
+            return Err(CliError::Usage(text.to_owned()));
+        }
         let source = self.source()?;
         let mut stop = Stop::listen()?;
         let database = tokio::select! {
@@ -87,7 +96,7 @@ impl Demo {
     ) -> Result<Report, CliError> {
         workpump::migrate(&database.url, &database.schema).await?;
         let run = Run::start(&database.url, &database.schema, self.instances).await?;
-        run.finish(source, self.total()).await
+        run.finish(source, self.total(), self.kill).await
     }
 
     fn source(&self) -> Result<Box<dyn Source<Draft>>, CliError> {

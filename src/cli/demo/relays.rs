@@ -95,6 +95,38 @@ impl Relays {
         File::open(&self.output).map_err(CliError::io("open the relayed output"))
     }
 
+    /// Whether this instance is one of these and has not ended, as far as is known.
+    pub(super) fn is_running(&self, instance: Uuid) -> bool {
+        self.running(instance).is_some()
+    }
+
+    /// Stops it where it stands, until [`Relays::go_on`].
+    pub(super) fn pause(&self, instance: Uuid) {
+        self.signal(instance, Signal::STOP);
+    }
+
+    /// Lets it go on.
+    pub(super) fn go_on(&self, instance: Uuid) {
+        self.signal(instance, Signal::CONT);
+    }
+
+    /// `kill -9`. Its end is seen by [`Relays::ended`].
+    pub(super) fn kill(&self, instance: Uuid) {
+        self.signal(instance, Signal::KILL);
+    }
+
+    fn running(&self, instance: Uuid) -> Option<&Instance> {
+        self.instances.iter().find(|one| one.id == Some(instance) && one.ended.is_none())
+    }
+
+    fn signal(&self, instance: Uuid, signal: Signal) {
+        let child = self.running(instance).map(|one| one.child.id());
+        if let Some(pid) = child.and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw) {
+            // An error means that it is gone already.
+            let _ = kill_process(pid, signal);
+        }
+    }
+
     /// The instances that ended since the last look, without having been told to.
     pub(super) fn ended(&mut self) -> Result<Vec<Option<Uuid>>, CliError> {
         let mut ended = Vec::new();

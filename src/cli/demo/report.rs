@@ -11,6 +11,7 @@ use serde_json::json;
 use uuid::Uuid;
 
 use super::Total;
+use super::kill::Killed;
 use super::ledger::Tally;
 use crate::cli::complain;
 use crate::cli::enqueue::Refusal;
@@ -26,6 +27,10 @@ pub(super) struct Report {
     pub(super) refusals: Vec<Refusal>,
     pub(super) enqueueing: Duration,
     pub(super) processing: Duration,
+    /// The instance that was killed on purpose.
+    pub(super) killed: Option<Killed>,
+    /// Evictions of instances that were not killed on purpose.
+    pub(super) false_evictions: u64,
     /// Why the run ended before everything was relayed and settled.
     pub(super) trouble: Option<String>,
 }
@@ -33,6 +38,10 @@ pub(super) struct Report {
 impl Report {
     pub(super) fn is_clean(&self) -> bool {
         self.tally.is_clean() && self.trouble.is_none()
+    }
+
+    fn takeover(&self) -> Option<Duration> {
+        self.killed.and_then(|killed| killed.takeover)
     }
 
     pub(super) fn json(&self) -> String {
@@ -58,6 +67,8 @@ impl Report {
             "duplicates": duplicates,
             "redelivered": redelivered,
             "order_violations": order_violations,
+            "false_evictions": self.false_evictions,
+            "takeover_ms": self.takeover().map(|takeover| takeover.as_millis() as u64),
             "refused": self.refused,
             "refusals": self.refusals,
             "enqueue_per_second": rate(enqueued, self.enqueueing),
@@ -111,6 +122,18 @@ impl Report {
         );
         if died > 0 {
             row("died", died, "instances, before they were told to".to_owned());
+        }
+        if let Some(killed) = self.killed {
+            let after = killed.takeover.map_or_else(
+                || "none of its rows was relayed again".to_owned(),
+                |takeover| {
+                    format!("its first row was relayed again {:.2} s after the kill", takeover.as_secs_f64())
+                },
+            );
+            row("killed", 1, format!("held {} rows; {after}", killed.held));
+        }
+        if self.false_evictions > 0 || self.killed.is_some() {
+            row("evicted", self.false_evictions, "instances, although they were alive".to_owned());
         }
         if foreign > 0 {
             row("foreign", foreign, "lines that are no message of this run".to_owned());
@@ -199,6 +222,8 @@ mod tests {
             refusals: vec![Refusal { line: 4, reason: "not JSON".into() }],
             enqueueing: Duration::from_millis(500),
             processing: Duration::from_secs(2),
+            killed: None,
+            false_evictions: 0,
             trouble: trouble.map(Into::into),
         }
     }
@@ -219,12 +244,14 @@ mod tests {
             ("order_violations", 0),
             ("redelivered", 0),
             ("refused", 2),
+            ("false_evictions", 0),
             ("elapsed_ms", 2_000),
         ] {
             assert_eq!(value[name], expected, "{name}");
         }
         assert_eq!((&value["enqueue_per_second"], &value["process_per_second"]), (&json!(20.0), &json!(5.0)));
         assert_eq!(value["refusals"][0]["line"], 4);
+        assert!(value["takeover_ms"].is_null(), "nobody was killed");
         assert!(!text.contains('\n'));
     }
 

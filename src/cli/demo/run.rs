@@ -12,6 +12,7 @@ use tokio::time::Instant;
 use workpump::NewOutbox;
 
 use super::Total;
+use super::kill::{Kill, Killed};
 use super::ledger::Ledger;
 use super::relays::Relays;
 use super::report::{Bars, Report};
@@ -38,17 +39,18 @@ pub(super) struct Run {
 }
 
 /// What the storing and the watching share; never borrowed across an await.
-struct Progress {
-    ledger: Ledger,
+pub(super) struct Progress {
+    pub(super) ledger: Ledger,
     messages: u64,
-    stored: u64,
-    all_stored: bool,
+    pub(super) stored: u64,
+    pub(super) stored_bytes: u64,
+    pub(super) all_stored: bool,
     refused: u64,
     refusals: Vec<Refusal>,
     began: Instant,
     last_stored: Instant,
     last_processed: Instant,
-    bars: Bars,
+    pub(super) bars: Bars,
 }
 
 impl Run {
@@ -63,6 +65,7 @@ impl Run {
         mut self,
         source: Box<dyn Source<Draft>>,
         total: Total,
+        kill: bool,
     ) -> Result<Report, CliError> {
         let mut tail = Tail::new(self.relays.output()?);
         let mut store = Store::open(&self.url, &self.schema).await?;
@@ -71,6 +74,7 @@ impl Run {
             ledger: Ledger::default(),
             messages: 0,
             stored: 0,
+            stored_bytes: 0,
             all_stored: false,
             refused: 0,
             refusals: Vec::new(),
@@ -85,9 +89,10 @@ impl Run {
             // The watching decides when it is over.
             std::future::pending::<Result<Option<String>, CliError>>().await
         };
+        let mut kill = kill.then(|| Kill::new(&self.url, &self.schema, total));
         let watched = tokio::select! {
             failed = storing => failed,
-            watched = watch(&mut self.relays, &mut tail, &progress) => watched,
+            watched = watch(&mut self.relays, &mut tail, &progress, kill.as_mut()) => watched,
         };
         progress.borrow().bars.clear();
         let mut trouble = watched?;
@@ -98,8 +103,23 @@ impl Run {
             .read(|delivery| progress.ledger.deliver(delivery))
             .map_err(CliError::io("read the output"))?
         {}
+        let killed = kill.as_ref().and_then(Kill::done);
+        if kill.is_some() && killed.is_none() {
+            trouble = trouble.or(Some(
+                "nobody was killed: no instance held rows in mid-run; try more messages".to_owned(),
+            ));
+        }
         trouble = trouble.or(drained).or(self.unsettled().await?);
-        Ok(progress.report(self.instances, trouble))
+        let false_evictions = self.false_evictions(killed).await?;
+        Ok(progress.report(self.instances, killed, false_evictions, trouble))
+    }
+
+    /// Evictions of instances that this program did not kill.
+    async fn false_evictions(&self, killed: Option<Killed>) -> Result<u64, CliError> {
+        let evictions = workpump::evictions(&self.url, &self.schema).await?;
+        let wrong =
+            evictions.iter().filter(|one| killed.is_none_or(|killed| killed.instance != one.instance_id));
+        Ok(wrong.count() as u64)
     }
 
     /// Everything relayed must be settled, too, or it comes again one day.
@@ -126,6 +146,7 @@ async fn store_all(
             progress.refuse(lines[at], reason);
         }
         progress.stored += stored.new;
+        progress.stored_bytes += bytes;
         progress.last_stored = Instant::now();
         progress.bars.stored(bytes, progress.stored);
     }
@@ -137,6 +158,7 @@ async fn watch(
     relays: &mut Relays,
     tail: &mut Tail,
     progress: &RefCell<Progress>,
+    mut kill: Option<&mut Kill>,
 ) -> Result<Option<String>, CliError> {
     let mut patience = STALLED_AFTER;
     let (mut seen, mut moved) = ((0, 0), Instant::now());
@@ -152,9 +174,6 @@ async fn watch(
                 progress.last_processed = Instant::now();
                 progress.bars.processed(processed);
             }
-            if progress.all_stored && progress.ledger.outstanding() == 0 {
-                return Ok(None);
-            }
             if seen != (progress.stored, processed) {
                 (seen, moved) = ((progress.stored, processed), Instant::now());
             }
@@ -164,6 +183,13 @@ async fn watch(
             }
             more
         };
+        // Before the end is noticed: the last line may be the one that was taken over.
+        if let Some(kill) = &mut kill {
+            kill.look(relays, progress).await?;
+        }
+        if progress.borrow().is_done() {
+            return Ok(None);
+        }
         if relays.all_ended() {
             return Ok(Some(format!("all instances ended{}", relays.logs())));
         }
@@ -176,6 +202,11 @@ async fn watch(
 }
 
 impl Progress {
+    /// Everything was stored and relayed.
+    fn is_done(&self) -> bool {
+        self.all_stored && self.ledger.outstanding() == 0
+    }
+
     /// Makes messages of a batch and enters them in the ledger. The second list holds their lines.
     fn prepare(&mut self, batch: Vec<Entry<Draft>>) -> (Vec<NewOutbox>, Vec<u64>) {
         let (mut messages, mut lines) = (Vec::with_capacity(batch.len()), Vec::with_capacity(batch.len()));
@@ -213,7 +244,13 @@ impl Progress {
         }
     }
 
-    fn report(mut self, instances: u32, trouble: Option<String>) -> Report {
+    fn report(
+        mut self,
+        instances: u32,
+        killed: Option<Killed>,
+        false_evictions: u64,
+        trouble: Option<String>,
+    ) -> Report {
         self.refusals.sort_by_key(|refusal| refusal.line);
         Report {
             messages: self.messages,
@@ -224,6 +261,8 @@ impl Progress {
             refusals: self.refusals,
             enqueueing: self.last_stored - self.began,
             processing: self.last_processed - self.began,
+            killed,
+            false_evictions,
             trouble,
         }
     }

@@ -44,3 +44,13 @@ pub(crate) fn categories(schema: &SchemaName) -> String {
     ]
     .join(" UNION ALL ")
 }
+
+/// The tombstones of those who did not leave by themselves.
+pub(crate) fn evictions(schema: &SchemaName) -> String {
+    let schema = schema.identifier();
+    format!(
+        "SELECT t.instance_id, t.evicted_by, t.reason, extract(epoch FROM clock_timestamp() - t.evicted_at)::float8, \
+                t.released_at IS NOT NULL \
+         FROM {schema}.wh_instance_evictions t WHERE t.reason <> 'left' ORDER BY t.evicted_at DESC"
+    )
+}
