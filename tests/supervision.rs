@@ -64,7 +64,8 @@ async fn produce(client: Client, stop: tokio_util::sync::CancellationToken) -> u
 /// Kills every actor of the pump, some at once, some between two messages, and waits until all are back.
 async fn kill_them_all(pump: &WorkPump) {
     let mut events = pump.registry().events();
-    let mut dead: HashSet<&str> = HashSet::from(["claim", "dispatch", "settle", "heartbeat", "warden"]);
+    let mut dead: HashSet<&str> =
+        HashSet::from(["claim", "dispatch", "settle", "lease_renewal", "heartbeat", "warden"]);
     for name in dead.clone() {
         let pause = rand::make_rng::<rand::rngs::SmallRng>().random_range(0..15);
         tokio::time::sleep(Duration::from_millis(pause)).await;
@@ -110,7 +111,7 @@ async fn killing_every_actor_in_turn_while_work_flows_loses_nothing_and_keeps_or
             tokio::time::sleep(Duration::from_mins(1)).await;
         }
         kill_them_all(&pump).await;
-        kills += 5;
+        kills += 6;
     }
     stop.cancel();
     let stored = producing.await.expect("no panic");
