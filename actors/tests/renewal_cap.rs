@@ -346,6 +346,28 @@ fn a_locked_row_further_back_does_not_hold_up_the_one_that_runs() {
 }
 
 #[test]
+fn a_row_that_only_keeps_a_locked_one_company_gains_no_time_by_it() {
+    in_virtual_time(async {
+        let store = FakeStore::new();
+        let keys = store.insert_many(2, &Row::of_stream(Uuid::now_v7()));
+        let (log, handler) =
+            stubborn(|job| if job.work.attempts == 1 { 30 * MINUTE } else { Duration::ZERO });
+        let mut options = Options::default();
+        options.lease_renewal.max_renewals_per_work = 1;
+        let engine = start_with(&store, options, handler).await;
+        sleep(239 * SECOND).await;
+        store.set_locked(keys[1], true);
+        sleep(26 * SECOND).await;
+        store.set_locked(keys[1], false);
+        sleep(6 * MINUTE).await;
+        assert!(store.count(Op::Renew) > 20, "asked again and again");
+        // Renewed once, at 240 s, although it went along each time.
+        assert_eq!(notes(&log)[0], (0, 1, "cancelled", 510));
+        engine.drain().await;
+    });
+}
+
+#[test]
 fn a_row_that_stays_locked_is_handed_back_with_those_behind_it_and_the_one_that_runs_goes_on() {
     in_virtual_time(async {
         let store = FakeStore::new();

@@ -192,9 +192,7 @@ fn what_was_on_its_way_when_the_renewer_died_is_sent_again_and_counts_once() {
             let store = FakeStore::new();
             let mut rig = RenewalRig::start(&Options::default(), &store);
             let rows = rig.claim(3, &Row::default()).await;
-            let asked: Vec<_> = rows.iter().map(|row| Box::pin(row.lease().extend())).collect();
-            let asked: Vec<_> = asked.into_iter().map(|ask| async move { ask.await }).collect();
-            let asked = futures_util::future::join_all(asked);
+            let asked = futures_util::future::join_all(rows.iter().map(|row| row.lease().extend()));
             store.script(Op::Renew, reply);
             let (answers, ()) = tokio::join!(asked, async {
                 store.called(Op::Renew, 1).await;

@@ -244,7 +244,11 @@ impl Handler<ExtendLease> for LeaseRenewalActor {
 impl Handler<Evicted> for LeaseRenewalActor {
     type Result = ();
 
-    fn handle(&mut self, _: Evicted, ctx: &mut Self::Context) {
+    fn handle(&mut self, Evicted(instance): Evicted, ctx: &mut Self::Context) {
+        // Late news of an earlier id concern nobody.
+        if instance != self.parts.instance {
+            return;
+        }
         self.parts.standing.evict();
         self.alarm.clear(ctx);
         self.parts.renewals.close();
