@@ -66,8 +66,16 @@ async fn produce(client: Client, stop: tokio_util::sync::CancellationToken) -> u
 /// Kills every actor of the pump, some at once, some between two messages, and waits until all are back.
 async fn kill_them_all(pump: &WorkPump) {
     let mut events = pump.registry().events();
-    let mut dead: HashSet<&str> =
-        HashSet::from(["claim", "stale_sweep", "dispatch", "settle", "heartbeat", "warden", "lease_renewal", "notify_gate"]);
+    let mut dead: HashSet<&str> = HashSet::from([
+        "claim",
+        "stale_sweep",
+        "dispatch",
+        "settle",
+        "heartbeat",
+        "warden",
+        "lease_renewal",
+        "notify_gate",
+    ]);
     for name in dead.clone() {
         let pause = rand::make_rng::<rand::rngs::SmallRng>().random_range(0..15);
         tokio::time::sleep(Duration::from_millis(pause)).await;

@@ -212,7 +212,7 @@ mod tests {
 
     #[test]
     fn the_defaults_let_a_handler_run_for_28_and_a_half_minutes() {
-        assert_eq!(terms().renew_after(), Duration::from_secs(240));
+        assert_eq!(terms().renew_after(), Duration::from_mins(4));
         assert_eq!(terms().longest_run(), Duration::from_secs(28 * 60 + 30));
         let never = LeaseTerms { max_renewals: 0, ..terms() };
         assert_eq!(never.longest_run(), Duration::from_secs(270));
