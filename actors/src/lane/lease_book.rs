@@ -98,7 +98,7 @@ impl LeaseBook {
                     now
                 }
             };
-            self.watch(&lease, again);
+            self.look_again(&lease, again);
         }
         looked.late = (stop.len() + end.len()) as u32;
         for lease in stop {
@@ -112,7 +112,7 @@ impl LeaseBook {
     }
 
     /// Looks at this row again then.
-    fn watch(&self, lease: &Arc<LeaseHandle>, at: Instant) {
+    fn look_again(&self, lease: &Arc<LeaseHandle>, at: Instant) {
         let pages = &mut *lock(&self.pages);
         pages.entries += 1;
         pages.rows.insert((at, pages.entries), Arc::clone(lease));
@@ -135,7 +135,7 @@ impl LeaseBook {
     /// Some leases were lost: looks at them next, whatever was planned.
     pub(crate) fn expect_lost(&self, now: Instant) {
         for lease in self.in_flight.select(|lease| lease.is_lost() && !lease.is_over()) {
-            self.watch(&lease, now);
+            self.look_again(&lease, now);
         }
     }
 
