@@ -113,6 +113,7 @@ impl Pulse {
     }
 
     /// Makes the incarnation panic between two messages.
+    #[cfg(feature = "testing")]
     pub(super) fn crash(&self) {
         self.crash.store(true, Ordering::Release);
         self.pump.wake();
