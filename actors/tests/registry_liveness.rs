@@ -210,7 +210,7 @@ fn an_actor_that_says_continue_for_ever_is_ended_at_its_deadline_and_leaves_no_t
         let spec = workpump_actors::registry::Spec::new("it", |_| Stubborn).stop_within(LIMIT);
         let registry = started(tireless_group().child(spec)).await;
         registry.shutdown().await;
-        assert_eq!(registry.children().pop().expect("known").last_exit, None);
+        assert_eq!(registry.children().pop().expect("known").last_exit, Some(Exit::Stuck));
     });
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 use workpump_actors::instance::InstanceId;
-use workpump_actors::message::{Pause, Resume};
+use workpump_actors::message::{Pause, Resume, Unfence};
 use workpump_actors::options::{OnEvicted, Options};
 use workpump_actors::registry::Host;
 use workpump_actors::runner::Runner;
@@ -151,6 +151,8 @@ fn a_handler_that_does_not_stop_is_given_up_at_the_drain_deadline() {
         assert_ne!(engine.instance_id(), first);
         assert_eq!(runs.of(first), ["start"], "it was dropped where it waited");
         assert_eq!(runs.of(engine.instance_id()), ["start"]);
+        sleep(Duration::from_hours(2)).await;
+        assert_eq!(runs.of(first), ["start"], "for good");
         engine.drain().await;
     });
 }
@@ -168,6 +170,10 @@ fn the_first_claim_under_the_new_id_waits_for_its_first_accepted_beat() {
         sleep(seconds(4)).await;
         let second = engine.instance_id();
         assert_ne!(first, second);
+        assert!(!engine.is_ready());
+        // News of the life before, which was still on its way.
+        engine.recipient::<Unfence>().expect("the warden").do_send(Unfence);
+        quiesce().await;
         assert!(!engine.is_ready());
         let claimed = |store: &FakeStore| {
             store.calls().iter().any(|call| matches!(call, Call::Claim(claim) if claim.instance == second))
