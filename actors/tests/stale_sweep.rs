@@ -27,7 +27,7 @@ fn no_watch() -> Options {
 }
 
 fn gaps(times: &[Duration]) -> Vec<f64> {
-    times.windows(2).map(|pair| (pair[1] - pair[0]).as_secs_f64()).collect()
+    times.windows(2).map(|pair| pair[1].saturating_sub(pair[0]).as_secs_f64()).collect()
 }
 
 #[test]
