@@ -20,6 +20,10 @@ use workpump::{Failure, NewOutbox, OutboxMessage, Outcome, Producer, Publisher, 
 
 const STREAMS: u64 = 40;
 
+/// Every actor of the pump.
+const ACTORS: [&str; 8] =
+    ["lease_renewal", "warden", "notify_gate", "heartbeat", "settle", "dispatch", "stale_sweep", "claim"];
+
 /// What was relayed, in the order in which it was.
 #[derive(Clone, Default)]
 struct Journal(Arc<Mutex<Vec<(Uuid, u64)>>>);
@@ -66,16 +70,7 @@ async fn produce(client: Client, stop: tokio_util::sync::CancellationToken) -> u
 /// Kills every actor of the pump, some at once, some between two messages, and waits until all are back.
 async fn kill_them_all(pump: &WorkPump) {
     let mut events = pump.registry().events();
-    let mut dead: HashSet<&str> = HashSet::from([
-        "claim",
-        "stale_sweep",
-        "dispatch",
-        "settle",
-        "heartbeat",
-        "warden",
-        "lease_renewal",
-        "notify_gate",
-    ]);
+    let mut dead: HashSet<&str> = HashSet::from(ACTORS);
     for name in dead.clone() {
         let pause = rand::make_rng::<rand::rngs::SmallRng>().random_range(0..15);
         tokio::time::sleep(Duration::from_millis(pause)).await;
@@ -121,7 +116,7 @@ async fn killing_every_actor_in_turn_while_work_flows_loses_nothing_and_keeps_or
             tokio::time::sleep(Duration::from_mins(1)).await;
         }
         kill_them_all(&pump).await;
-        kills += 6;
+        kills += ACTORS.len() as u64;
     }
     stop.cancel();
     let stored = producing.await.expect("no panic");

@@ -120,8 +120,9 @@ impl Report {
             redelivered,
             if redelivered > 0 { "after an instance died".to_owned() } else { String::new() },
         );
-        if died > 0 {
-            row("died", died, "instances, before they were told to".to_owned());
+        let by_themselves = died.saturating_sub(self.killed.map_or(0, |_| 1));
+        if by_themselves > 0 {
+            row("died", by_themselves, "instances, before they were told to".to_owned());
         }
         if let Some(killed) = self.killed {
             let after = killed.takeover.map_or_else(

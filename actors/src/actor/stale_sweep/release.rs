@@ -1,6 +1,6 @@
 //! Handing back what the evicted held, pass after pass.
 //!
-//! The rule: a pass looks at a thousand rows at most, and after it comes a pause as long as it took, so that claims get their turn; when
+//! The rule: a pass looks at a thousand rows at most, and after it comes a pause three times as long as it took, so that claims get their turn; when
 //! nothing came back although something is left, somebody is at those rows, and the pause grows. The failure this prevents: a million
 //! rows that come back in one breath, with everybody's claims behind them.
 
@@ -17,8 +17,11 @@ use crate::port::StoreError;
 /// Rows a pass at most.
 const ROWS: u32 = 1_000;
 
-/// Longest pause between two passes that bring rows back.
-const LONGEST_BREATH: Duration = Duration::from_millis(100);
+/// The pause after a pass that brought rows back, as a multiple of what the pass took.
+const BREATHS: u32 = 3;
+
+/// The longest such pause.
+const LONGEST_BREATH: Duration = Duration::from_millis(300);
 
 /// The release under way.
 #[derive(Debug, Default)]
@@ -74,7 +77,7 @@ impl StaleSweepActor {
                 self.released(rows);
                 self.release.wanted = left;
                 self.release.vain = if rows > 0 { 0 } else { self.release.vain + 1 };
-                if rows > 0 { took.min(LONGEST_BREATH) } else { self.pause() }
+                if rows > 0 { (took * BREATHS).min(LONGEST_BREATH) } else { self.pause() }
             }
             Err(error) => {
                 self.release.vain += 1;
