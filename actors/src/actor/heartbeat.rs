@@ -21,7 +21,7 @@ use crate::policy::trust::SentBeat;
 use crate::port::{Beat, BeatAnswer, InstanceStore, StoreError};
 use crate::standing::Standing;
 
-use super::{Alarm, Health, backoff, now};
+use super::{Alarm, Health, backoff, now, within};
 use judge::Judge;
 
 /// First pause after an error.
@@ -323,16 +323,6 @@ impl HeartbeatActor {
             Phase::Over => "stopped",
         }
     }
-}
-
-/// The answer of a call, or an error when it takes longer than `limit`.
-async fn within<T>(
-    limit: Duration,
-    call: impl Future<Output = Result<T, StoreError>>,
-) -> Result<T, StoreError> {
-    tokio::time::timeout(limit, call).await.unwrap_or_else(|_| {
-        Err(StoreError::Unavailable(format!("no answer within {} ms", limit.as_millis())))
-    })
 }
 
 impl Handler<BeatNow> for HeartbeatActor {

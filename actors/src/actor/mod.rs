@@ -37,6 +37,7 @@ use actix::prelude::*;
 use tokio::time::Instant;
 
 use crate::message::Account;
+use crate::port::StoreError;
 
 /// Now, as the policies count it: the runtime's clock, which tests can drive, and the time the machine was suspended.
 pub(crate) fn now() -> std::time::Instant {
@@ -133,6 +134,16 @@ impl Health {
             last_success_seconds_ago: self.last_success.map(|at| at.elapsed().as_secs_f64()),
         }
     }
+}
+
+/// The answer of a call, or an error when it takes longer than `limit`.
+pub(crate) async fn within<T>(
+    limit: Duration,
+    call: impl Future<Output = Result<T, StoreError>>,
+) -> Result<T, StoreError> {
+    tokio::time::timeout(limit, call).await.unwrap_or_else(|_| {
+        Err(StoreError::Unavailable(format!("no answer within {} ms", limit.as_millis())))
+    })
 }
 
 /// The pause before retry number `retry` (from 1): `first` doubling up to `cap`.

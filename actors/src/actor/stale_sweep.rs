@@ -29,7 +29,7 @@ use crate::options::LivenessOptions;
 use crate::port::{DeathWatch, StoreError, SweepStore, Swept};
 use crate::standing::Standing;
 
-use super::{Alarm, Health, backoff};
+use super::{Alarm, Health, backoff, within};
 use release::Release;
 pub use subscribers::Subscribers;
 use watch::Watch;
@@ -236,16 +236,6 @@ impl StaleSweepActor {
             () => "sweeping only",
         }
     }
-}
-
-/// The answer of a call, or an error when it takes longer than `limit`.
-async fn within<T>(
-    limit: Duration,
-    call: impl Future<Output = Result<T, StoreError>>,
-) -> Result<T, StoreError> {
-    tokio::time::timeout(limit, call).await.unwrap_or_else(|_| {
-        Err(StoreError::Unavailable(format!("no answer within {} ms", limit.as_millis())))
-    })
 }
 
 impl Handler<SweepNow> for StaleSweepActor {
