@@ -81,7 +81,17 @@ impl Kill {
         Ok(())
     }
 
-    /// The busiest that still runs, once a third of everything was relayed.
+    /// Whether everything that the killed one held was taken over and settled: its lines may all be there while its rows are not settled.
+    pub(super) async fn is_over(&self) -> Result<bool, CliError> {
+        let Some(killed) = &self.done else { return Ok(true) };
+        if killed.takeover.is_none() {
+            return Ok(false);
+        }
+        let status = workpump::status(&self.url, &self.schema).await?;
+        Ok(status.categories.iter().all(|category| category.depth() == 0))
+    }
+
+    /// The busiest that still runs, once a fifth of everything was relayed.
     fn victim(&self, relays: &Relays, progress: &Progress) -> Option<(Uuid, u64)> {
         let (processed, stored) = (progress.ledger.processed(), progress.stored);
         let expected = match self.total {
@@ -90,7 +100,7 @@ impl Kill {
             Total::Bytes(bytes) => stored * bytes / progress.stored_bytes.max(1),
         };
         let mut busiest = progress.ledger.by_instance().into_iter();
-        let due = processed > 0 && processed * 3 >= expected;
+        let due = processed > 0 && processed * 5 >= expected;
         due.then(|| busiest.find(|(instance, _)| relays.is_running(*instance))).flatten()
     }
 }

@@ -187,7 +187,12 @@ async fn watch(
         if let Some(kill) = &mut kill {
             kill.look(relays, progress).await?;
         }
-        if progress.borrow().is_done() {
+        let done = progress.borrow().is_done();
+        let over = match &kill {
+            Some(kill) if done => kill.is_over().await?,
+            _ => done,
+        };
+        if over {
             return Ok(None);
         }
         if relays.all_ended() {
