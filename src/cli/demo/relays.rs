@@ -100,16 +100,6 @@ impl Relays {
         self.running(instance).is_some()
     }
 
-    /// Stops it where it stands, until [`Relays::go_on`].
-    pub(super) fn pause(&self, instance: Uuid) {
-        self.signal(instance, Signal::STOP);
-    }
-
-    /// Lets it go on.
-    pub(super) fn go_on(&self, instance: Uuid) {
-        self.signal(instance, Signal::CONT);
-    }
-
     /// `kill -9`. Its end is seen by [`Relays::ended`].
     pub(super) fn kill(&self, instance: Uuid) {
         self.signal(instance, Signal::KILL);
