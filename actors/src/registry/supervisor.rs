@@ -241,8 +241,12 @@ impl Supervisor {
         if asked || matches!(self.phase, Phase::Ending(_) | Phase::LastWords(_)) {
             return self.stopped(at, exit);
         }
+        // Noted before it is told: whoever hears of it may look at once.
+        self.core.note(slot.child, |info| {
+            info.state = ChildState::Stopped;
+            info.last_exit = Some(exit.clone());
+        });
         slot.tell(&self.core, EventKind::Exited { exit: exit.clone() });
-        self.core.note(slot.child, |info| info.last_exit = Some(exit.clone()));
         let comes_back = slot.node.settings().restart.applies(&exit);
         if exit.is_failure() || comes_back {
             let failed = start_failed(slot.name(), &exit);
