@@ -161,8 +161,8 @@ async fn a_handler_that_runs_for_several_leases_keeps_its_row_and_its_run_and_no
     let mine = lab.pump(short(), false, false).await;
     assert_eq!(lab.next().await, Event::Started { number: 0, attempts: 1 });
     let other = lab.pump(short(), false, false).await;
-    // Four renewals of three rows: more than three leases long.
-    eventually("four renewals", async || renewal(&mine, "renewed").await >= 12).await;
+    // Six renewals of three rows: nearly five leases long.
+    eventually("six renewals", async || renewal(&mine, "renewed").await >= 18).await;
     let holders = "select count(*) = 3 and count(distinct instance_id) = 1 and max(attempts) = 1 and max(claim_epoch) = 1 from wh_inbox";
     lab.until(holders).await;
     for number in 0..3 {

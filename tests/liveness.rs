@@ -257,26 +257,34 @@ async fn a_pump_whose_sessions_are_blackholed_is_fenced_within_its_trust_and_ope
     options.liveness.lock_loss_grace_seconds = 2;
     let mut bench = Bench::start(&url, options, Duration::from_secs(6)).await;
     let me = bench.pump.instance_id();
-    until_declared(&client).await;
-    store(&client, 1).await;
-    assert!(bench.started.recv().await.is_some());
-    sleep(Duration::from_secs(1)).await;
-    assert!(bench.pump.is_ready());
-    let cut = Instant::now();
-    proxy.hold_all();
-    while bench.pump.is_ready() {
-        sleep(Duration::from_millis(1)).await;
+    let mut best = Duration::MAX;
+    // A busy machine may be late by more than a little; not every time.
+    for _ in 0..3 {
+        until_declared(&client).await;
+        store(&client, 1).await;
+        assert!(bench.started.recv().await.is_some());
+        sleep(Duration::from_secs(1)).await;
+        assert!(bench.pump.is_ready());
+        let cut = Instant::now();
+        proxy.hold_all();
+        while bench.pump.is_ready() {
+            sleep(Duration::from_millis(1)).await;
+        }
+        let fenced = cut.elapsed();
+        store(&client, 1).await;
+        assert!(bench.done.recv().await.is_some(), "what ran goes on");
+        eventually("the end of the fence", async || bench.pump.is_ready()).await;
+        let open = cut.elapsed();
+        assert!(bench.started.recv().await.is_some());
+        assert!(bench.done.recv().await.is_some(), "and the pump goes on");
+        println!("fenced after {fenced:?}, open after {open:?}, the next message after {:?}", cut.elapsed());
+        best = best.min(fenced);
+        if best <= Duration::from_millis(1_900) {
+            break;
+        }
     }
-    let fenced = cut.elapsed();
-    // 1.4 s after the last ping that was sent before the cut: virtual time holds that, and a busy machine may be late here. But it was no
-    // beat that failed after its own limit.
-    assert!(fenced <= Duration::from_secs(6), "{fenced:?}");
-    store(&client, 1).await;
-    assert!(bench.done.recv().await.is_some(), "what ran goes on");
-    eventually("the end of the fence", async || bench.pump.is_ready()).await;
-    let open = cut.elapsed();
-    assert!(bench.done.recv().await.is_some(), "and the pump goes on");
-    println!("fenced after {fenced:?}, open after {open:?}, the next message after {:?}", cut.elapsed());
+    // grace - min(1 s, 0.3 x grace) after the last ping that was sent before the cut.
+    assert!(best <= Duration::from_millis(1_900), "{best:?}");
     eventually("an empty table", async || value::<i64>(&client, "select count(*) from wh_outbox").await == 0)
         .await;
     assert!(bench.pump.is_ready());
