@@ -4,6 +4,7 @@
 //! coalesces. The failure this prevents: actors that know each other and can only be tested together.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Instant;
 
 use actix::prelude::*;
@@ -22,6 +23,54 @@ pub struct RequestImmediatePoll;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
 #[rtype(result = "()")]
 pub struct GateChanged(pub Gate);
+
+/// Be told of the gate as it stands, and of every change from then on, exactly once each. Asking twice is asking once, so an actor may ask
+/// in its factory, in every life; whoever has ended is forgotten.
+#[derive(Clone, Debug, Message)]
+#[rtype(result = "()")]
+pub struct SubscribeToGate(pub Recipient<GateChanged>);
+
+/// Hear a channel of NOTIFY over the instance's one direct session, for as long as the recipient lives. Asking twice is asking once.
+///
+/// The first subscriber of a channel makes the session listen, the last one that leaves makes it stop; a channel is listened to again on
+/// every new session. Without a direct session nothing is heard.
+#[derive(Clone, Debug, Message)]
+#[rtype(result = "()")]
+pub struct Subscribe {
+    /// The channel, at most 63 bytes.
+    pub channel: Arc<str>,
+    /// Who hears it.
+    pub to: Recipient<Heard>,
+}
+
+/// Hear a channel no more. Asking twice changes nothing.
+#[derive(Clone, Debug, Message)]
+#[rtype(result = "()")]
+pub struct Unsubscribe {
+    /// The channel.
+    pub channel: Arc<str>,
+    /// Who heard it.
+    pub to: Recipient<Heard>,
+}
+
+/// What a subscriber of a channel hears, in the order of the commits.
+#[derive(Clone, Debug, PartialEq, Eq, Message)]
+#[rtype(result = "()")]
+pub enum Heard {
+    /// From now on the channel is listened to: after this subscription, or on a new session. Whatever was sent before may have been missed:
+    /// look at the state that the notifications are about.
+    Listening {
+        /// The channel.
+        channel: Arc<str>,
+    },
+    /// Somebody rang.
+    Rung {
+        /// The channel.
+        channel: Arc<str>,
+        /// What was sent along.
+        payload: Arc<str>,
+    },
+}
 
 /// This instance can no longer be sure that its leases are its own: claim nothing, start nothing, write nothing until [`Unfence`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
@@ -132,10 +181,10 @@ pub struct TrustProven {
     pub sent_at: Instant,
 }
 
-/// Work is in hand, or about to be: prove that this instance is alive, and go on proving it while there is any.
+/// Work is in hand, or about to be: ping the direct session, to prove that this instance is alive, and go on proving it while there is any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
 #[rtype(result = "()")]
-pub struct ProbeNow;
+pub struct PingNow;
 
 /// The instance was evicted: its id is burnt, and nothing may be claimed, run or written under it any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]

@@ -3,12 +3,14 @@
 //!
 //! Names and defaults of the groups `claim`, `heartbeat`, `lease_renewal` are the original system's.
 
+mod gate;
 mod liveness;
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+pub use gate::{GateMode, GateOptions};
 pub use liveness::{LivenessOptions, OnEvicted, OnFence};
 
 /// All options, by group.
@@ -22,6 +24,8 @@ pub struct Options {
     pub heartbeat: HeartbeatOptions,
     /// The alive-lock, the watch for dead peers, and what this instance does when it may be taken for dead itself.
     pub liveness: LivenessOptions,
+    /// How this instance learns that work has arrived.
+    pub gate: GateOptions,
     /// Lease length limits and renewal batching.
     pub lease_renewal: LeaseRenewalOptions,
     /// Batching of settlements.
@@ -275,6 +279,7 @@ impl Options {
         self.validate_claim()?;
         self.validate_beats_and_renewal()?;
         self.liveness.validate()?;
+        self.gate.validate()?;
         self.validate_settle()?;
         self.validate_dispatch()
     }

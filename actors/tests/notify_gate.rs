@@ -10,7 +10,7 @@ use workpump_actors::actor::notify_gate::{NotifyGateActor, NotifyGateParts};
 use workpump_actors::delivery::{Delivery, InFlight};
 use workpump_actors::instance::{AliveLock, InstanceId};
 use workpump_actors::message::{
-    Account, AliveLockChanged, Drain, Evicted, Observe, ProbeNow, RequestImmediatePoll, TrustProven,
+    Account, AliveLockChanged, Drain, Evicted, Observe, PingNow, RequestImmediatePoll, TrustProven,
 };
 use workpump_actors::options::{HeartbeatOptions, LivenessSourceMode};
 use workpump_actors::policy::trust::{SentBeat, TrustRule};
@@ -173,7 +173,7 @@ fn it_pings_five_times_in_a_grace_while_there_is_work_and_stops_with_it() {
             gate.ready.next().await;
             gate.beat();
             let work = gate.work();
-            gate.addr.do_send(ProbeNow);
+            gate.addr.do_send(PingNow);
             sleep(Duration::from_millis(pause * 9 + 1)).await;
             let pings = gate.server.times(DirectOp::Ping);
             let gaps: Vec<_> =
@@ -195,7 +195,7 @@ fn many_calls_for_a_proof_are_one_ping_while_trust_stands_and_a_ping_each_time_i
         gate.beat();
         let _work = gate.work();
         for _ in 0..100 {
-            gate.addr.do_send(ProbeNow);
+            gate.addr.do_send(PingNow);
         }
         quiesce().await;
         assert_eq!(gate.server.count(DirectOp::Ping), 1);
@@ -204,7 +204,7 @@ fn many_calls_for_a_proof_are_one_ping_while_trust_stands_and_a_ping_each_time_i
         assert!(!gate.standing.is_trusted(tokio::time::Instant::now().into_std()));
         gate.server.recover();
         let before = gate.server.count(DirectOp::Ping);
-        gate.addr.do_send(ProbeNow);
+        gate.addr.do_send(PingNow);
         quiesce().await;
         assert_eq!(gate.server.count(DirectOp::Ping), before, "one is under way");
         sleep(Duration::from_secs(10)).await;
@@ -226,7 +226,7 @@ fn trust_counts_from_when_the_ping_was_sent() {
         sleep(Duration::from_secs(2)).await;
         gate.server.script(DirectOp::Ping, Reply::Slow(Duration::from_secs(3)));
         gate.server.script(DirectOp::Ping, Reply::Hang);
-        gate.addr.do_send(ProbeNow);
+        gate.addr.do_send(PingNow);
         let proven = gate.trust.next().await;
         assert_eq!(start.elapsed(), Duration::from_secs(5), "its answer was slow");
         assert_eq!(proven.sent_at, (start + Duration::from_secs(2)).into_std());
@@ -387,7 +387,7 @@ fn the_table_only_mode_and_a_disabled_heartbeat_take_no_lock_but_listen() {
             let mut gate = Gate::with(FakeDirect::new(), heartbeat, Duration::from_secs(5), true);
             gate.ready.next().await;
             let _work = gate.work();
-            gate.addr.do_send(ProbeNow);
+            gate.addr.do_send(PingNow);
             sleep(HOUR).await;
             assert_eq!(gate.server.count(DirectOp::ClaimLock), 0);
             assert_eq!(gate.server.count(DirectOp::Ping), 0, "it would prove nothing");
@@ -403,7 +403,7 @@ fn without_a_connector_it_is_ready_and_does_nothing() {
         let mut gate =
             Gate::with(FakeDirect::new(), HeartbeatOptions::default(), Duration::from_secs(5), false);
         gate.ready.next().await;
-        gate.addr.do_send(ProbeNow);
+        gate.addr.do_send(PingNow);
         sleep(HOUR).await;
         assert_eq!(gate.server.count(DirectOp::Connect), 0);
         assert_eq!(gate.account().await.state, "no direct connection");

@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 use workpump_actors::delivery::Delivery;
 use workpump_actors::instance::AliveLock;
-use workpump_actors::message::{AliveLockChanged, ProbeNow, Settle, TrustProven, Unfence};
+use workpump_actors::message::{AliveLockChanged, PingNow, Settle, TrustProven, Unfence};
 use workpump_actors::options::{OnFence, Options};
 use workpump_actors::policy::trust::SentBeat;
 use workpump_actors::port::{StoreError, Verdict};
@@ -151,7 +151,7 @@ fn an_idle_instance_claims_without_trust_and_asks_for_the_proof_beside_a_claim_i
         store.script(Op::Claim, Reply::Slow(seconds(1)));
         rig.addr.do_send(workpump_actors::message::RequestImmediatePoll);
         quiesce().await;
-        assert_eq!(rig.probe.take(), [ProbeNow], "while the claim is under way");
+        assert_eq!(rig.probe.take(), [PingNow], "while the claim is under way");
     });
 }
 
@@ -175,7 +175,7 @@ async fn busy_heart(options: &Options, store: &Arc<FakeStore>) -> (HeartbeatRig,
     quiesce().await;
     let permits = Arc::new(tokio::sync::Semaphore::new(1));
     let work = deliver(vec![claimed(1, None)], &permits, &rig.in_flight, seconds(300), seconds(30));
-    rig.addr.send(ProbeNow).await.expect("alive");
+    rig.addr.send(PingNow).await.expect("alive");
     (rig, work)
 }
 
@@ -242,7 +242,7 @@ fn an_instance_that_was_idle_and_gets_no_proof_for_its_first_work_is_fenced() {
         sleep(seconds(30)).await;
         let permits = Arc::new(tokio::sync::Semaphore::new(1));
         let _work = deliver(vec![claimed(2, None)], &permits, &rig.in_flight, seconds(300), seconds(30));
-        rig.addr.do_send(ProbeNow);
+        rig.addr.do_send(PingNow);
         let asked = Instant::now();
         rig.fence.next().await;
         assert_eq!(asked.elapsed(), seconds(4));
@@ -280,7 +280,7 @@ fn without_a_lock_beats_alone_carry_it_until_shortly_before_they_are_stale() {
         rig.unfence.next().await;
         let permits = Arc::new(tokio::sync::Semaphore::new(1));
         let _work = deliver(vec![claimed(1, None)], &permits, &rig.in_flight, seconds(300), seconds(30));
-        rig.addr.do_send(ProbeNow);
+        rig.addr.do_send(PingNow);
         sleep(seconds(300)).await;
         assert!(rig.fence.take().is_empty());
         let last = store.times(Op::Beat).pop().expect("it beats");

@@ -16,7 +16,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::delivery::{InFlight, Renewals};
 use crate::instance::{Gate, InstanceId};
-use crate::message::{BeatNow, Dispatch, Evicted, HandBack, ProbeNow};
+use crate::message::{BeatNow, Dispatch, Evicted, HandBack, PingNow};
 use crate::options::Options;
 use crate::policy::poll::{PollCadence, Wait};
 use crate::port::{ClaimRequest, WorkStore};
@@ -50,7 +50,7 @@ pub struct ClaimParts {
     /// Registers the instance again when the store does not know it.
     pub beat_now: Recipient<BeatNow>,
     /// Proves that this instance is alive while there is work in hand.
-    pub probe: Recipient<ProbeNow>,
+    pub probe: Recipient<PingNow>,
     /// Learns that this instance was evicted.
     pub evicted: Recipient<Evicted>,
     /// Seed of the jitter.
@@ -183,7 +183,7 @@ impl ClaimActor {
             self.parts.standing.doubt();
         }
         if !idle || rung {
-            self.parts.probe.do_send(ProbeNow);
+            self.parts.probe.do_send(PingNow);
         }
         idle
     }

@@ -14,7 +14,7 @@ use actix::prelude::*;
 use crate::delivery::{Renewals, Settlement};
 use crate::lane::{Crew, DrainBegan, Looked, Mode};
 use crate::message::{
-    Account, Dispatch, Drain, Drained, Evicted, Fence, HandBack, Observe, ProbeNow, Settle, Unfence,
+    Account, Dispatch, Drain, Drained, Evicted, Fence, HandBack, Observe, PingNow, Settle, Unfence,
 };
 use crate::options::OnFence;
 use crate::standing::Standing;
@@ -46,7 +46,7 @@ pub struct DispatchParts {
     /// Writes results.
     pub settle: Recipient<Settle>,
     /// Brings the proof without which nothing may start.
-    pub probe: Recipient<ProbeNow>,
+    pub probe: Recipient<PingNow>,
     /// What becomes of running handlers while the instance is fenced.
     pub on_fence: OnFence,
     /// How long a drain waits for handlers.
@@ -70,7 +70,7 @@ pub struct DispatchActor {
     standing: Arc<Standing>,
     renewals: Arc<Renewals>,
     settle: Recipient<Settle>,
-    probe: Recipient<ProbeNow>,
+    probe: Recipient<PingNow>,
     on_fence: OnFence,
     drain_deadline: Duration,
     deadline: Alarm,
@@ -151,7 +151,7 @@ impl DispatchActor {
         } else if self.crew.in_hand() > 0 {
             self.crew.set_mode(Mode::Held);
             self.standing.doubt();
-            self.probe.do_send(ProbeNow);
+            self.probe.do_send(PingNow);
         }
     }
 

@@ -16,7 +16,7 @@ use tokio::sync::oneshot;
 
 use crate::instance::InstanceId;
 use crate::message::{
-    Account, Drain, Drained, Evicted, Fence, Observe, ProbeNow, RequestImmediatePoll, Settle, Unfence,
+    Account, Drain, Drained, Evicted, Fence, Observe, PingNow, RequestImmediatePoll, Settle, Unfence,
 };
 use crate::options::SettleOptions;
 use crate::policy::coalesce::{CoalesceLimits, Coalescer, Decision};
@@ -52,7 +52,7 @@ pub struct SettleParts {
     /// Learns that rows became claimable.
     pub wake: Option<Recipient<RequestImmediatePoll>>,
     /// Brings the proof without which nothing may be written.
-    pub probe: Recipient<ProbeNow>,
+    pub probe: Recipient<PingNow>,
     /// Learns that this instance was evicted.
     pub evicted: Recipient<Evicted>,
     /// Seed of the jitter.
@@ -122,7 +122,7 @@ impl SettleActor {
         if backlog.unwritten() > 0 && !self.parts.standing.is_trusted(now()) {
             // Nothing is sent, and the next proof brings an `Unfence`.
             self.parts.standing.doubt();
-            return self.parts.probe.do_send(ProbeNow);
+            return self.parts.probe.do_send(PingNow);
         }
         if let Some(flush) = backlog.begin_again() {
             return self.flush(flush, ctx);

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use actix::prelude::*;
 
 use crate::instance::InstanceId;
-use crate::message::{Evicted, Fence, ProbeNow, Unfence};
+use crate::message::{Evicted, Fence, PingNow, Unfence};
 use crate::standing::Standing;
 
 /// Where news about the whole instance goes: it tells everyone concerned.
@@ -38,7 +38,7 @@ pub struct Told {
     /// Whoever has to give up.
     pub evicted: Vec<Recipient<Evicted>>,
     /// Whoever can prove that the instance is alive.
-    pub probe: Vec<Recipient<ProbeNow>>,
+    pub probe: Vec<Recipient<PingNow>>,
 }
 
 impl WardenActor {
@@ -120,10 +120,10 @@ impl Handler<Evicted> for WardenActor {
     }
 }
 
-impl Handler<ProbeNow> for WardenActor {
+impl Handler<PingNow> for WardenActor {
     type Result = ();
 
-    fn handle(&mut self, probe: ProbeNow, _: &mut Self::Context) {
+    fn handle(&mut self, probe: PingNow, _: &mut Self::Context) {
         self.told.probe.iter().for_each(|recipient| recipient.do_send(probe));
     }
 }

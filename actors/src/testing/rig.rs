@@ -19,7 +19,7 @@ use crate::delivery::{Delivery, InFlight, Lease, Renewals};
 use crate::instance::{InstanceId, InstanceIdentity};
 use crate::lane::{Crew, CrewParts};
 use crate::message::{
-    BeatNow, Dispatch, Evicted, Fence, HandBack, ProbeNow, RequestImmediatePoll, Settle, Unfence,
+    BeatNow, Dispatch, Evicted, Fence, HandBack, PingNow, RequestImmediatePoll, Settle, Unfence,
 };
 use crate::options::Options;
 use crate::policy::lease::LeaseTerms;
@@ -118,7 +118,7 @@ pub struct ClaimRig {
     /// Its calls for a beat.
     pub beat_now: TestProbe<BeatNow>,
     /// Its calls for a proof.
-    pub probe: TestProbe<ProbeNow>,
+    pub probe: TestProbe<PingNow>,
     /// Its reports of eviction.
     pub evicted: TestProbe<Evicted>,
     /// Who it is.
@@ -206,7 +206,7 @@ pub struct SettleRig {
     /// Its wakes.
     pub wake: TestProbe<RequestImmediatePoll>,
     /// Its calls for a proof.
-    pub probe: TestProbe<ProbeNow>,
+    pub probe: TestProbe<PingNow>,
     /// Its reports of eviction.
     pub evicted: TestProbe<Evicted>,
     /// Who it is.
@@ -267,7 +267,7 @@ pub struct DispatchRig {
     /// Its results.
     pub settle: TestProbe<Settle>,
     /// Its calls for a proof.
-    pub probe: TestProbe<ProbeNow>,
+    pub probe: TestProbe<PingNow>,
     /// Who it is.
     pub instance: InstanceId,
     /// The permits of its rows.

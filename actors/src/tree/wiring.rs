@@ -25,7 +25,7 @@ use crate::actor::stale_sweep::{StaleSweepActor, StaleSweepParts, Subscribers};
 use crate::actor::warden::{CatchUp, Told, WardenActor};
 use crate::lane::{Crew, CrewParts};
 use crate::message::{
-    AliveLockChanged, BeatNow, Evicted, ExtendLease, Fence, GateChanged, Pause, ProbeNow,
+    AliveLockChanged, BeatNow, Evicted, ExtendLease, Fence, GateChanged, Pause, PingNow,
     RequestImmediatePoll, Resume, Settle, SubscribeToEvictions, SweepNow, TrustProven, Unfence,
 };
 use crate::options::Options;
@@ -60,7 +60,7 @@ struct Wiring {
     lives: Arc<Lives>,
     permits: Arc<Semaphore>,
     evicted: Recipient<Evicted>,
-    probe: Recipient<ProbeNow>,
+    probe: Recipient<PingNow>,
     /// Set before anything starts; the factories read it when they run.
     wake: OnceLock<Recipient<RequestImmediatePoll>>,
 }
@@ -191,7 +191,7 @@ fn warden(lives: Arc<Lives>, links: Arc<OnceLock<(Told, Arc<Rebirth>)>>) -> Spec
     .provides::<Fence>()
     .provides::<Unfence>()
     .provides::<Evicted>()
-    .provides::<ProbeNow>()
+    .provides::<PingNow>()
 }
 
 fn notify_gate(

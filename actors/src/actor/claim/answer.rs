@@ -13,7 +13,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use super::ClaimActor;
 use crate::actor::now;
 use crate::delivery::{Delivery, Lease};
-use crate::message::{BeatNow, Dispatch, Evicted, HandBack, ProbeNow};
+use crate::message::{BeatNow, Dispatch, Evicted, HandBack, PingNow};
 use crate::port::{Claimed, StoreError};
 use crate::work::OrderKey;
 
@@ -108,7 +108,7 @@ impl ClaimActor {
             return again;
         }
         // From now on there is something to lose.
-        self.parts.probe.do_send(ProbeNow);
+        self.parts.probe.do_send(PingNow);
         if self.parts.standing.is_fenced() || self.parts.standing.is_over() {
             self.counters.handed_back += deliveries.len() as u64;
             self.parts.hand_back.do_send(HandBack { deliveries });

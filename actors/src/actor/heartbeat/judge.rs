@@ -9,7 +9,7 @@ use std::time::Instant;
 use actix::prelude::*;
 
 use crate::actor::{Alarm, now};
-use crate::message::{Fence, ProbeNow, TrustProven, Unfence};
+use crate::message::{Fence, PingNow, TrustProven, Unfence};
 
 use super::{HeartbeatActor, Phase};
 
@@ -95,11 +95,11 @@ impl Handler<TrustProven> for HeartbeatActor {
     }
 }
 
-impl Handler<ProbeNow> for HeartbeatActor {
+impl Handler<PingNow> for HeartbeatActor {
     type Result = ();
 
     /// Where no ping can prove anything, a beat has to.
-    fn handle(&mut self, _: ProbeNow, ctx: &mut Self::Context) {
+    fn handle(&mut self, _: PingNow, ctx: &mut Self::Context) {
         let standing = &self.parts.standing;
         if !standing.is_trusted(now()) {
             let by_ping = self.cadence.declares_lock(standing.alive_lock());

@@ -10,18 +10,18 @@ use actix::prelude::*;
 
 use crate::actor::now;
 use crate::instance::AliveLock;
-use crate::message::{Account, Drain, Drained, Evicted, Observe, ProbeNow};
+use crate::message::{Account, Drain, Drained, Evicted, Observe, PingNow};
 
 use super::NotifyGateActor;
 
 /// How long giving the lock back may take; the end of the session frees it as well.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(2);
 
-impl Handler<ProbeNow> for NotifyGateActor {
+impl Handler<PingNow> for NotifyGateActor {
     type Result = ();
 
     /// One ping serves everybody who asks within a pause, as long as trust stands.
-    fn handle(&mut self, _: ProbeNow, ctx: &mut Self::Context) {
+    fn handle(&mut self, _: PingNow, ctx: &mut Self::Context) {
         let standing = &self.parts.standing;
         let pause = standing.trust_rule().ping_pause();
         let fresh = self.pings.last.is_some_and(|at| now().saturating_duration_since(at) < pause);
