@@ -30,7 +30,9 @@ use crate::message::{
 };
 use crate::options::Options;
 use crate::policy::retry::RetryPolicy;
-use crate::port::{DeathWatch, DirectConnector, InstanceStore, RenewalStore, SweepStore, WorkStore};
+use crate::port::{
+    DeathWatch, DirectConnector, Doorbell, InstanceStore, RenewalStore, SweepStore, WorkStore,
+};
 use crate::registry::{GaveUp, Group, Placement, Spec};
 use crate::runner::Runner;
 use crate::standing::Trust;
@@ -104,8 +106,8 @@ impl Specs {
         categories.dedup();
         let neighbours = (settle.addr().recipient(), heartbeat.addr().recipient());
         let dispatch = dispatch(Arc::clone(&wiring), parts.runners, parts.handlers, neighbours);
-        let claim =
-            claim(Arc::clone(&wiring), categories.into(), parts.work, dispatch.addr(), heartbeat.addr());
+        let stores = (parts.work, parts.doorbell);
+        let claim = claim(Arc::clone(&wiring), categories.into(), stores, dispatch.addr(), heartbeat.addr());
         let stale_sweep =
             stale_sweep(Arc::clone(&wiring), parts.sweep, parts.watch, claim.addr().recipient());
         // Set once, before anything starts; the factories read them when they run.
@@ -357,7 +359,7 @@ fn stale_sweep(
 fn claim(
     wiring: Arc<Wiring>,
     categories: Arc<[Category]>,
-    store: Arc<dyn WorkStore>,
+    (store, doorbell): (Arc<dyn WorkStore>, Option<Arc<dyn Doorbell>>),
     dispatch: Addr<DispatchActor>,
     heartbeat: Addr<HeartbeatActor>,
 ) -> Spec<ClaimActor> {
@@ -370,6 +372,7 @@ fn claim(
             permits: Arc::clone(&wiring.permits),
             in_flight: Arc::clone(&life.in_flight),
             standing: Arc::clone(&life.standing),
+            doorbell: doorbell.clone(),
             probe: wiring.probe.clone(),
             renewals: Arc::clone(&life.renewals),
             dispatch: dispatch.clone().recipient(),
