@@ -295,7 +295,8 @@ async fn who_has_no_permits_passes_the_ring_to_a_sleeper() {
 }
 
 async fn advisory_locks(client: &Client, session: i32) -> i64 {
-    value(client, &format!("select count(*) from pg_locks where locktype = 'advisory' and pid = {session}")).await
+    value(client, &format!("select count(*) from pg_locks where locktype = 'advisory' and pid = {session}"))
+        .await
 }
 
 #[tokio::test]
@@ -330,7 +331,11 @@ async fn waiting_for_the_lock_in_vain_is_no_error_and_leaves_no_setting_and_no_l
         assert!(!value::<bool>(&consumer, &format!("select wh_arm('{me}', 0, {full})")).await);
         assert!(!value::<bool>(&consumer, &format!("select wh_arm('{me}', 30, {full})")).await);
     }
-    assert_eq!(value::<String>(&consumer, "show lock_timeout").await, "7s", "no error: the transaction goes on");
+    assert_eq!(
+        value::<String>(&consumer, "show lock_timeout").await,
+        "7s",
+        "no error: the transaction goes on"
+    );
     run(&consumer, "commit").await;
     assert_eq!(advisory_locks(&watcher, pid).await, 0);
     // And granted when the producer ends, whoever rings meanwhile.

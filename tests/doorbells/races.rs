@@ -22,13 +22,25 @@ const PRODUCERS: usize = 12;
 fn insert(rng: &mut StdRng, id: Uuid) -> String {
     let of = stream(rng.random_range(1..=6));
     match rng.random_range(0..7) {
-        0 => format!(r#"select store_outbox_messages('[{{"message_id": "{id}", "message_type": "t", "payload": 1, "stream_id": "{of}"}}]')"#),
-        1 => format!(r#"select store_outbox_messages('[{{"message_id": "{id}", "message_type": "t", "payload": 1}}]')"#),
-        2 => format!(r#"select store_inbox_messages('[{{"message_id": "{id}", "message_type": "t", "payload": 1, "stream_id": "{of}"}}]')"#),
-        3 => format!("insert into wh_outbox (message_id, stream_id, message_type, payload) values ('{id}', '{of}', 't', '1')"),
+        0 => format!(
+            r#"select store_outbox_messages('[{{"message_id": "{id}", "message_type": "t", "payload": 1, "stream_id": "{of}"}}]')"#
+        ),
+        1 => format!(
+            r#"select store_outbox_messages('[{{"message_id": "{id}", "message_type": "t", "payload": 1}}]')"#
+        ),
+        2 => format!(
+            r#"select store_inbox_messages('[{{"message_id": "{id}", "message_type": "t", "payload": 1, "stream_id": "{of}"}}]')"#
+        ),
+        3 => format!(
+            "insert into wh_outbox (message_id, stream_id, message_type, payload) values ('{id}', '{of}', 't', '1')"
+        ),
         4 => format!("insert into wh_inbox (message_id, message_type, payload) values ('{id}', 't', '1')"),
-        5 => format!("insert into wh_perspective_events (event_work_id, stream_id, perspective_name, event_id) values ('{id}', '{of}', 'p', gen_random_uuid())"),
-        _ => format!("insert into wh_receptor_processing (id, stream_id, receptor_name, event_id) values ('{id}', '{of}', 'r', gen_random_uuid())"),
+        5 => format!(
+            "insert into wh_perspective_events (event_work_id, stream_id, perspective_name, event_id) values ('{id}', '{of}', 'p', gen_random_uuid())"
+        ),
+        _ => format!(
+            "insert into wh_receptor_processing (id, stream_id, receptor_name, event_id) values ('{id}', '{of}', 'r', gen_random_uuid())"
+        ),
     }
 }
 
@@ -67,7 +79,10 @@ async fn produce(client: &Client, mut rng: StdRng) -> Vec<Uuid> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_wake_is_lost_whatever_overlaps() {
-    let seed: u64 = std::env::var("WORKPUMP_TEST_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or_else(rand::random);
+    let seed: u64 = std::env::var("WORKPUMP_TEST_SEED")
+        .ok()
+        .and_then(|seed| seed.parse().ok())
+        .unwrap_or_else(rand::random);
     println!("seed {seed} (WORKPUMP_TEST_SEED)");
     let mut rng = StdRng::seed_from_u64(seed);
     let db = common::database().await;
@@ -96,7 +111,10 @@ async fn no_wake_is_lost_whatever_overlaps() {
                         seen.entry(started.id).or_insert(started);
                     }
                 };
-                assert!(timeout(LATE, first).await.is_ok(), "seed {seed}, round {round}: {id} was not started");
+                assert!(
+                    timeout(LATE, first).await.is_ok(),
+                    "seed {seed}, round {round}: {id} was not started"
+                );
                 waits.push(seen[&id].at.saturating_duration_since(committed));
             }
         }
@@ -110,8 +128,12 @@ async fn no_wake_is_lost_whatever_overlaps() {
     for table in ["wh_outbox", "wh_inbox", "wh_perspective_events", "wh_receptor_processing"] {
         crate::sql::until(&client, &format!("select count(*) = 0 from {table}")).await;
     }
-    let (p50, p99, worst) = (quantile(&mut waits, 0.5), quantile(&mut waits, 0.99), quantile(&mut waits, 1.0));
-    println!("{} rows, started after their commit: p50 {p50:.1?}, p99 {p99:.1?}, worst {worst:.1?}", waits.len());
+    let (p50, p99, worst) =
+        (quantile(&mut waits, 0.5), quantile(&mut waits, 0.99), quantile(&mut waits, 1.0));
+    println!(
+        "{} rows, started after their commit: p50 {p50:.1?}, p99 {p99:.1?}, worst {worst:.1?}",
+        waits.len()
+    );
     for pump in pumps {
         pump.drain().await;
     }
@@ -139,7 +161,13 @@ async fn a_producer_that_stays_open_while_the_last_row_of_its_stream_is_finished
     let mut waits = Vec::new();
     for (round, level) in (0_u32..).zip(LEVELS.iter().cycle()).take(3 * 4) {
         let of = stream(u128::from(round) + 1);
-        run(&it.client, &format!("insert into wh_outbox (stream_id, message_type, payload) values ('{of}', 'first', '1')")).await;
+        run(
+            &it.client,
+            &format!(
+                "insert into wh_outbox (stream_id, message_type, payload) values ('{of}', 'first', '1')"
+            ),
+        )
+        .await;
         it.next().await;
         // Awake, falling asleep, or asleep when the producer begins.
         match round % 4 {
@@ -148,7 +176,13 @@ async fn a_producer_that_stays_open_while_the_last_row_of_its_stream_is_finished
             _ => {}
         }
         run(&producer, &format!("begin isolation level {level}")).await;
-        run(&producer, &format!("insert into wh_outbox (stream_id, message_type, payload) values ('{of}', 'second', '1')")).await;
+        run(
+            &producer,
+            &format!(
+                "insert into wh_outbox (stream_id, message_type, payload) values ('{of}', 'second', '1')"
+            ),
+        )
+        .await;
         go.send_modify(|round| *round += 1);
         crate::sql::until(&it.client, "select count(*) = 0 from wh_outbox").await;
         // Long enough for several waits for the arm lock.
@@ -185,8 +219,8 @@ async fn what_was_stored_behind_a_running_row_starts_when_that_is_written() {
         asleep(&it.pump).await;
         go.send(true).expect("a handler waits");
         assert_eq!(it.next().await.id, second);
-        go.send_replace(false);
         crate::sql::until(&it.client, "select count(*) = 0 from wh_outbox").await;
+        go.send_replace(false);
     }
     it.pump.drain().await;
 }

@@ -1,4 +1,5 @@
 //! Pumps that never poll, and what their handlers were given.
+#![allow(dead_code, unreachable_pub, reason = "as the other fixtures of the tests")]
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -152,11 +153,14 @@ pub async fn store(client: &Client, stream: Option<Uuid>, more: &str) -> Uuid {
 
 /// The stream belongs to this instance.
 pub async fn assign(client: &Client, stream: Uuid, owner: Uuid) {
-    run(client, &format!(
-        "insert into wh_active_streams (stream_id, assigned_instance_id, lease_expiry) \
+    run(
+        client,
+        &format!(
+            "insert into wh_active_streams (stream_id, assigned_instance_id, lease_expiry) \
          values ('{stream}', '{owner}', clock_timestamp() + interval '1 hour') \
          on conflict (stream_id) do update set assigned_instance_id = excluded.assigned_instance_id"
-    ))
+        ),
+    )
     .await;
 }
 
