@@ -171,8 +171,10 @@ pub struct NotifyGateActor {
 /// However it ends, its session ends with it. The part of [`Actor::stopped`] that a panic does not skip.
 impl Drop for NotifyGateActor {
     fn drop(&mut self) {
-        if self.parts.standing.gate() == Gate::Available {
-            self.note_gate(Gate::Unavailable, Some("the actor that keeps the direct session has ended"));
+        let why = "the actor that keeps the direct session has ended";
+        if self.parts.standing.gate() == Gate::Available && self.note_gate(Gate::Unavailable, Some(why)) {
+            // Whoever has no room is told by the next life.
+            self.parts.gate_subscribers.tell(Gate::Unavailable);
         }
     }
 }

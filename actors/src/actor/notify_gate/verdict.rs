@@ -32,7 +32,7 @@ impl GateSubscribers {
     }
 
     /// Tells everybody who does not know. Returns whether somebody had no room for it.
-    fn tell(&self, gate: Gate) -> bool {
+    pub(super) fn tell(&self, gate: Gate) -> bool {
         let mut full = false;
         lock(&self.0).retain_mut(|(who, told)| {
             if *told == Some(gate) {
