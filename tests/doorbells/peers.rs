@@ -7,7 +7,7 @@ use tokio::time::{Instant, sleep};
 use uuid::Uuid;
 use workpump::WorkPump;
 
-use crate::common::{self, Bouncer, server_with, wait::eventually};
+use crate::common::{self, Bouncer, server_with};
 use crate::rig::{
     Asleep, Run, asleep, assign, claimer, next, one_at_a_time, pump, signals_only, started, store,
 };
@@ -204,6 +204,7 @@ async fn behind_a_pooler_nobody_arms_and_everybody_polls() {
         }
         let claimer = claimer(&pump).await;
         assert_eq!((claimer.counter("arms"), claimer.counter("armed")), (0, 0));
+        assert_ne!(pump.gate().gate, workpump::engine::instance::Gate::Available);
         pump.drain().await;
     }
 }

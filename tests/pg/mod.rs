@@ -1,11 +1,13 @@
 //! The engine's ports on a real server, seen from inside: `src/pg/mod.rs` loads this room, because nothing in it is public.
 
+mod arm;
 mod beat;
 #[cfg(target_os = "linux")]
 mod cut;
 mod direct;
 mod limits;
 mod renew;
+mod route;
 mod sweep;
 mod watch;
 #[path = "../common/work.rs"]

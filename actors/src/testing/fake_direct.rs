@@ -14,7 +14,7 @@ use crate::instance::InstanceId;
 use crate::lock;
 use crate::port::{
     DirectConnector, DirectSession, Notification, NotificationSender, NotificationStream, PortFuture,
-    StoreError,
+    ProducersRoute, StoreError,
 };
 
 /// A kind of call.
@@ -28,12 +28,16 @@ pub enum DirectOp {
     ReleaseLock,
     /// `listen`
     Listen,
+    /// `unlisten`
+    Unlisten,
     /// `notify`
     Notify,
     /// `ping`
     Ping,
     /// `work_channel`
     WorkChannel,
+    /// `ring`, of the producers' route
+    Ring,
 }
 
 type Always = Box<dyn Fn(DirectOp) -> Option<Reply> + Send>;
@@ -55,6 +59,12 @@ struct State {
     script: HashMap<DirectOp, VecDeque<Reply>>,
     always: Option<Always>,
     log: Vec<(Duration, DirectOp)>,
+    /// What was asked for in calls of `listen` and `unlisten`.
+    asked: Vec<(DirectOp, Vec<String>)>,
+    /// Channels that no session may listen to.
+    refused: BTreeSet<String>,
+    /// Nothing that is rung is delivered.
+    deaf: bool,
     sent: Vec<(String, String)>,
 }
 
@@ -132,6 +142,27 @@ impl FakeDirect {
         lock(&self.0.state).open.iter().flat_map(|open| open.channels.iter().cloned()).collect()
     }
 
+    /// What each call of this kind asked for: `Listen` or `Unlisten`.
+    pub fn asked(&self, op: DirectOp) -> Vec<Vec<String>> {
+        let state = lock(&self.0.state);
+        state.asked.iter().filter(|(of, _)| *of == op).map(|(_, channels)| channels.clone()).collect()
+    }
+
+    /// Whether the server refuses every statement that would listen to this channel.
+    pub fn set_refused(&self, channel: &str, refused: bool) {
+        let mut state = lock(&self.0.state);
+        if refused {
+            state.refused.insert(channel.to_owned())
+        } else {
+            state.refused.remove(channel)
+        };
+    }
+
+    /// Whether nothing is delivered any more, although everything is accepted: as behind a pooler, or in another database.
+    pub fn set_deaf(&self, deaf: bool) {
+        lock(&self.0.state).deaf = deaf;
+    }
+
     /// Somebody else rings a channel. False: no open session listens to it.
     pub fn ring(&self, channel: &str, payload: &str) -> bool {
         lock(&self.0.state).deliver(channel, payload, false)
@@ -142,7 +173,7 @@ impl FakeDirect {
         lock(&self.0.state).open = None;
     }
 
-    /// Everything that sessions rang, as channel and payload.
+    /// Everything that sessions and producers rang, as channel and payload.
     pub fn sent(&self) -> Vec<(String, String)> {
         lock(&self.0.state).sent.clone()
     }
@@ -206,7 +237,7 @@ impl State {
         let (channel, payload) = (channel.to_owned(), payload.to_owned());
         self.open
             .as_ref()
-            .filter(|open| open.channels.contains(&channel))
+            .filter(|open| !self.deaf && open.channels.contains(&channel))
             .is_some_and(|open| open.heard.send(Notification { channel, payload, own }))
     }
 
@@ -227,6 +258,17 @@ impl DirectConnector for FakeDirect {
             let (channels, locks) = (BTreeSet::new(), BTreeSet::new());
             state.open = Some(Open { number, heard, channels, locks });
             Ok((Box::new(FakeSession { number, shared }) as Box<dyn DirectSession>, notifications))
+        }))
+    }
+}
+
+/// The way of producers to the same server.
+impl ProducersRoute for FakeDirect {
+    fn ring(&self, channel: String, payload: String) -> PortFuture<'_, ()> {
+        Box::pin(self.0.answer(DirectOp::Ring, move |state| {
+            state.deliver(&channel, &payload, false);
+            state.sent.push((channel, payload));
+            Ok(())
         }))
     }
 }
@@ -265,8 +307,21 @@ impl DirectSession for FakeSession {
     }
 
     fn listen(&self, channels: Vec<String>) -> PortFuture<'_, ()> {
+        lock(&self.shared.state).asked.push((DirectOp::Listen, channels.clone()));
         Box::pin(self.shared.answer(DirectOp::Listen, move |state| {
+            if let Some(bad) = channels.iter().find(|channel| state.refused.contains(*channel)) {
+                let message = format!("channel {bad} is refused");
+                return Err(StoreError::Other { code: "42501".to_owned(), message });
+            }
             state.session(self.number)?.channels.extend(channels);
+            Ok(())
+        }))
+    }
+
+    fn unlisten(&self, channels: Vec<String>) -> PortFuture<'_, ()> {
+        lock(&self.shared.state).asked.push((DirectOp::Unlisten, channels.clone()));
+        Box::pin(self.shared.answer(DirectOp::Unlisten, move |state| {
+            state.session(self.number)?.channels.retain(|channel| !channels.contains(channel));
             Ok(())
         }))
     }
