@@ -5,6 +5,7 @@ mod beat;
 mod cut;
 mod direct;
 mod limits;
+mod manifest;
 mod renew;
 mod sweep;
 mod watch;
