@@ -114,18 +114,18 @@ impl Sessions {
         let (sender, heard) = NotificationStream::channel();
         let listener = direct.unwrap_or(database);
         let (asked, listening) =
-            tokio::join!(Patient::open(database, None, visit), Patient::open(listener, Some(sender), visit));
+            tokio::join!(Patient::open(database, visit), Patient::listening(listener, sender, visit));
         let pooling = match &asked {
             Ok(patient) if patient.pooled_because.is_some() => connection::pooling(patient, database).await,
             _ => Pooling::Unknown,
         };
         findings.extend(connection::judge(&Opened {
-            database: how(&asked),
+            database: asked.as_ref().map(|patient| patient.pooled_because.as_deref()),
             pooling,
-            direct: direct.map(|_| how(&listening)),
+            direct: direct
+                .map(|_| listening.as_ref().map(|direct| direct.as_ref().err().map(String::as_str))),
         }));
-        let past = |patient: &Patient| patient.pooled_because.is_none();
-        let direct_session = listening.ok().filter(past).map(|patient| (patient, heard));
+        let direct_session = listening.ok().and_then(Result::ok).map(|patient| (patient, heard));
         let database = asked.ok().filter(|_| pooling != Pooling::Statement)?;
         Some(Self { database, direct: direct_session, two_addresses: direct.is_some() })
     }
@@ -195,14 +195,13 @@ impl Sessions {
 
     async fn instances(&self, schema: &SchemaName, findings: &mut Vec<Finding>) {
         let members = instances::members(&self.database, schema).await;
-        findings.extend(instances::judge_members(&members));
+        findings.extend(instances::judge_members(schema, &members));
         findings.push(instances::judge_release(&instances::unreleased(&self.database, schema).await));
-        findings.extend(instances::judge_work(&instances::work(&self.database, schema).await, &members));
+        findings.extend(instances::judge_work(
+            schema,
+            &instances::work(&self.database, schema).await,
+            &members,
+        ));
         findings.push(instances::judge_dead_letters(&instances::dead_letters(&self.database, schema).await));
     }
-}
-
-/// How a session was reached: past everybody, or through a pooler, and how that was found out.
-fn how(opened: &Result<Patient, NoAnswer>) -> Result<Option<&str>, &NoAnswer> {
-    opened.as_ref().map(|patient| patient.pooled_because.as_deref())
 }

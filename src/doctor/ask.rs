@@ -59,10 +59,10 @@ impl Visit {
 
 /// The other end of an address.
 enum Link {
-    /// The server itself.
+    /// The server itself, proved.
     Direct(DirectClient),
-    /// Somebody in between.
-    Pooled(Session),
+    /// Whoever answers.
+    Usual(Session),
 }
 
 /// A session, and how it was reached.
@@ -76,22 +76,31 @@ pub(super) struct Patient {
 }
 
 impl Patient {
-    /// Opens a session: directly if that can be, else through whoever is in between.
-    pub(super) async fn open(
+    /// A session as the pump's usual ones are, and whether it leads to the server itself.
+    pub(super) async fn open(config: &Config, visit: Visit) -> Result<Self, NoAnswer> {
+        // Opened to be proved, and closed: it has limits of its own, which would hide what the role or the database sets.
+        let pooled_because = match limited(visit, DirectClient::open(config, Some(STATEMENT), None)).await? {
+            Ok(_) => None,
+            Err(OpenError::NotDirect(why)) => Some(why),
+            Err(error) => return Err(NoAnswer(error.to_string())),
+        };
+        let session = limited(visit, Session::open_with(config, STATEMENT)).await?;
+        let link = Link::Usual(session.map_err(|error| NoAnswer(error.to_string()))?);
+        Ok(Self { link, pooled_because, visit, silent: Cell::new(false) })
+    }
+
+    /// A direct session that listens. The inner error says why the address is no direct one.
+    pub(super) async fn listening(
         config: &Config,
-        heard: Option<NotificationSender>,
+        heard: NotificationSender,
         visit: Visit,
-    ) -> Result<Self, NoAnswer> {
-        let late = || NoAnswer(format!("no answer to the login within {} s", OPEN.as_secs()));
-        let with = |link, pooled_because| Self { link, pooled_because, visit, silent: Cell::new(false) };
-        let opening = DirectClient::open(config, Some(STATEMENT), heard);
-        match timeout(visit.at_most(OPEN), opening).await.map_err(|_| late())? {
-            Ok(direct) => Ok(with(Link::Direct(direct), None)),
-            Err(OpenError::NotDirect(why)) => {
-                let session = timeout(visit.at_most(OPEN), Session::open_with(config, STATEMENT)).await;
-                let session = session.map_err(|_| late())?.map_err(|error| NoAnswer(error.to_string()))?;
-                Ok(with(Link::Pooled(session), Some(why)))
+    ) -> Result<Result<Self, String>, NoAnswer> {
+        match limited(visit, DirectClient::open(config, Some(STATEMENT), Some(heard))).await? {
+            Ok(direct) => {
+                let link = Link::Direct(direct);
+                Ok(Ok(Self { link, pooled_because: None, visit, silent: Cell::new(false) }))
             }
+            Err(OpenError::NotDirect(why)) => Ok(Err(why)),
             Err(error) => Err(NoAnswer(error.to_string())),
         }
     }
@@ -100,15 +109,20 @@ impl Patient {
     pub(super) fn client(&self) -> &Client {
         match &self.link {
             Link::Direct(direct) => direct.client(),
-            Link::Pooled(session) => &session.client,
+            Link::Usual(session) => &session.client,
         }
     }
 
-    /// Waits for something of the session's, within the limits.
-    pub(super) async fn within<T>(
+    /// `wanted`, or what is left of the examination.
+    pub(super) fn at_most(&self, wanted: Duration) -> Duration {
+        self.visit.at_most(wanted)
+    }
+
+    /// Waits for an answer of the session's, whatever it is, within the limits.
+    pub(super) async fn answer<T>(
         &self,
         limit: Duration,
-        answer: impl Future<Output = Result<T, tokio_postgres::Error>>,
+        answer: impl Future<Output = T>,
     ) -> Result<T, NoAnswer> {
         if self.silent.get() {
             return Err(NoAnswer::new("the session still owes an earlier answer"));
@@ -117,14 +131,23 @@ impl Patient {
         if limit.is_zero() {
             return Err(NoAnswer(format!("the {} s of this examination are over", TOTAL.as_secs())));
         }
-        let Ok(answer) = timeout(limit, answer).await else {
-            self.silent.set(true);
-            // The statement must not outlive its question. Nobody waits for the answer to this.
-            let cancel = self.client().cancel_token();
-            let _ = timeout(ON_THE_WAY, cancel.cancel_query(NoTls)).await;
-            return Err(NoAnswer(format!("no answer within {:.1} s", limit.as_secs_f64())));
-        };
-        answer.map_err(|error| NoAnswer::from_server(&error))
+        if let Ok(answer) = timeout(limit, answer).await {
+            return Ok(answer);
+        }
+        self.silent.set(true);
+        // The statement must not outlive its question. Nobody waits for the answer to this.
+        let cancel = self.client().cancel_token();
+        let _ = timeout(ON_THE_WAY, cancel.cancel_query(NoTls)).await;
+        Err(NoAnswer(format!("no answer within {:.1} s", limit.as_secs_f64())))
+    }
+
+    /// The same for what the driver answers.
+    pub(super) async fn within<T>(
+        &self,
+        limit: Duration,
+        answer: impl Future<Output = Result<T, tokio_postgres::Error>>,
+    ) -> Result<T, NoAnswer> {
+        self.answer(limit, answer).await?.map_err(|error| NoAnswer::from_server(&error))
     }
 
     /// One question, in a read-only transaction of its own with the server's limits.
@@ -154,6 +177,12 @@ impl Patient {
         let rows = self.rows(text, params).await?;
         rows.into_iter().next().ok_or_else(|| NoAnswer::new("the server answered with no row"))
     }
+}
+
+/// An opening within its limit.
+async fn limited<T>(visit: Visit, opening: impl Future<Output = T>) -> Result<T, NoAnswer> {
+    let late = |_| NoAnswer(format!("no answer to the login within {} s", OPEN.as_secs()));
+    timeout(visit.at_most(OPEN), opening).await.map_err(late)
 }
 
 /// A column's value.

@@ -54,7 +54,7 @@ pub(super) async fn pooling(first: &Patient, config: &Config) -> Pooling {
         let second = Session::open_with(config, PROBE).await.ok()?;
         watch_backends(first.client(), &second.client).await
     };
-    timeout(PROBE, probe).await.ok().flatten().unwrap_or(Pooling::Unknown)
+    timeout(first.at_most(PROBE), probe).await.ok().flatten().unwrap_or(Pooling::Unknown)
 }
 
 /// One backend that serves both sessions is shared between them, and so is one that changes under a session.

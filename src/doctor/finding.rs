@@ -34,6 +34,7 @@ impl Severity {
 /// What a check is about; the order is that of reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Group {
     /// The two addresses: who answers, and whether notifications come through.
     Connections,
@@ -65,6 +66,7 @@ impl Group {
 
 /// One thing that was looked at.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct Finding {
     /// The check's name, for programs: stable, such as `schema.index`.
     pub check: &'static str,

@@ -94,7 +94,7 @@ pub(super) async fn dead_letters(
 }
 
 /// What the members are like.
-pub(super) fn judge_members(asked: &Result<Vec<Member>, NoAnswer>) -> Vec<Finding> {
+pub(super) fn judge_members(schema: &SchemaName, asked: &Result<Vec<Member>, NoAnswer>) -> Vec<Finding> {
     let members = match asked {
         Ok(members) => members,
         Err(reason) => return vec![MEMBERS.not_made(reason)],
@@ -106,7 +106,11 @@ pub(super) fn judge_members(asked: &Result<Vec<Member>, NoAnswer>) -> Vec<Findin
         STALE
             .warning(seen, "it counts as dead, and its rows wait until a living instance evicts it")
             .about(member.id.to_string())
-            .next("start an instance: it evicts the dead within a minute; or SELECT evict_instance(id, null, 'by hand')")
+            .next(format!(
+                "start an instance: it evicts the dead within two minutes; or SELECT {}.evict_instance('{}', null, 'by hand')",
+                schema.identifier(),
+                member.id
+            ))
     }));
     let broken = |member: &&Member| member.alive && member.gate.as_deref() == Some("unavailable");
     findings.extend(members.iter().filter(broken).map(|member| {
@@ -152,6 +156,7 @@ pub(super) fn judge_release(asked: &Result<(i64, f64), NoAnswer>) -> Finding {
 
 /// Work that nobody gets on with.
 pub(super) fn judge_work(
+    schema: &SchemaName,
     asked: &Result<Vec<Work>, NoAnswer>,
     members: &Result<Vec<Member>, NoAnswer>,
 ) -> Vec<Finding> {
@@ -183,7 +188,10 @@ pub(super) fn judge_work(
             findings.push(about(
                 STUCK
                     .warning(seen, "nobody will settle them, and they wait for the end of their leases")
-                    .next("SELECT evict_instance(instance_id, null, 'by hand') for the instance_id of those rows"),
+                    .next(format!(
+                        "SELECT {}.evict_instance(instance_id, null, 'by hand') for the instance_id of those rows",
+                        schema.identifier()
+                    )),
             ));
         }
     }
@@ -250,13 +258,17 @@ mod tests {
         }
     }
 
+    fn schema() -> SchemaName {
+        SchemaName::new("public").unwrap()
+    }
+
     fn severities(findings: &[Finding]) -> Vec<(&'static str, Severity)> {
         findings.iter().map(|finding| (finding.check, finding.severity)).collect()
     }
 
     #[test]
     fn stale_members_broken_gates_and_other_versions_are_told() {
-        let judge = |member| severities(&judge_members(&Ok(vec![member])))[1..].to_vec();
+        let judge = |member| severities(&judge_members(&schema(), &Ok(vec![member])))[1..].to_vec();
         assert!(judge(member(true)).is_empty());
         assert_eq!(judge(member(false)), [("instances.stale", Warning)]);
         let gate = Some("unavailable".to_owned());
@@ -278,7 +290,7 @@ mod tests {
         let work = |unfinished, expired, unowned| {
             vec![Work { category: "outbox".to_owned(), unfinished, expired, unowned }]
         };
-        let judge = |work, alive| judge_work(&Ok(work), &Ok(vec![member(alive)]));
+        let judge = |work, alive| judge_work(&schema(), &Ok(work), &Ok(vec![member(alive)]));
         assert_eq!(severities(&judge(work(true, 0, 0), true)), [("instances.stuck_work", Well)]);
         assert_eq!(severities(&judge(work(false, 0, 0), false)), [("instances.stuck_work", Well)]);
         assert!(judge(work(true, 0, 0), false)[0].seen.contains("no instance is alive"));

@@ -87,7 +87,9 @@ impl Spelling {
     }
 
     fn filled(&self, text: &str) -> String {
-        text.replace(IDENTIFIER, &self.identifier).replace(LITERAL, &self.literal)
+        // In one pass: a schema may be called like a placeholder.
+        let parts: Vec<_> = text.split(IDENTIFIER).map(|part| part.replace(LITERAL, &self.literal)).collect();
+        parts.join(&self.identifier)
     }
 
     /// The opposite, for the schema that the list is written from: its name occurs nowhere else.

@@ -5,8 +5,6 @@
 
 use std::time::Duration;
 
-use tokio::time::timeout;
-
 use super::ask::{NoAnswer, Patient};
 use super::finding::{Check, Finding, Group, listed};
 use super::manifest::{self, Object, Spelling};
@@ -34,11 +32,10 @@ pub(super) struct Looked {
 
 /// Reads the ledger, and compares the objects where the list is the one of this ledger.
 pub(super) async fn look(patient: &Patient, schema: &SchemaName) -> Looked {
-    let state = timeout(LEDGER, schema_state(patient.client(), schema.as_str())).await;
-    let state = match state {
-        Err(_) => Err(NoAnswer::new(format!("no answer within {} s", LEDGER.as_secs()))),
+    let asked = patient.answer(LEDGER, schema_state(patient.client(), schema.as_str())).await;
+    let state = match asked {
         Ok(Err(error @ MigrateError::Database { .. })) => Err(NoAnswer::new(error.to_string())),
-        Ok(answered) => Ok(answered),
+        other => other,
     };
     let state = match state {
         Ok(state) => state,

@@ -59,7 +59,7 @@ pub(crate) const SESSIONS: &str = "SELECT (SELECT coalesce(sum(s.numbackends), 0
 
 /// What keeps dead rows of this database from being removed, the oldest first: kind, name, description, transactions, seconds.
 ///
-/// Query texts are left out: they may hold the data of users.
+/// Query texts are left out: they may hold the data of users. A VACUUM holds nobody back.
 pub(crate) const HORIZON: &str = "SELECT kind, name, described, transactions::bigint, seconds::float8 FROM ( \
      SELECT 'session' AS kind, a.pid::text AS name, format('user %s, application %s, %s', coalesce(a.usename, '-'), \
             coalesce(nullif(a.application_name, ''), '-'), coalesce(a.state, a.backend_type, 'state unknown')) AS described, \
@@ -68,6 +68,7 @@ pub(crate) const HORIZON: &str = "SELECT kind, name, described, transactions::bi
      FROM pg_stat_activity a \
      WHERE (a.backend_xmin IS NOT NULL OR a.backend_xid IS NOT NULL) AND a.pid <> pg_backend_pid() \
        AND (a.datname = current_database() OR a.datname IS NULL) \
+       AND NOT EXISTS (SELECT FROM pg_stat_progress_vacuum v WHERE v.pid = a.pid) \
      UNION ALL \
      SELECT 'prepared transaction', p.gid, format('owner %s', p.owner), age(p.transaction), \
             extract(epoch FROM clock_timestamp() - p.prepared) \
