@@ -8,6 +8,7 @@ use super::ask::{NoAnswer, Patient, value};
 use super::finding::{Check, Finding, Group, ago};
 use crate::pg::schema_name::SchemaName;
 use crate::pg::statement::doctor as sql;
+use crate::pg::statement::doctor::advice;
 
 const HORIZON: Check = Check(Group::Activity, "activity.horizon");
 const QUEUE: Check = Check(Group::Activity, "activity.notification_queue");
@@ -93,16 +94,14 @@ pub(super) fn judge_horizon(asked: &Result<Horizon, NoAnswer>) -> Vec<Finding> {
 
 fn held(holder: &Holder) -> Finding {
     let next = match holder.kind.as_str() {
-        "prepared transaction" => {
-            format!("COMMIT PREPARED or ROLLBACK PREPARED '{}'", holder.name.replace('\'', "''"))
-        }
+        "prepared transaction" => advice::end_prepared(&holder.name),
         "replication slot" => format!(
-            "let its reader catch up, switch its hot_standby_feedback off, or SELECT pg_drop_replication_slot('{}')",
-            holder.name.replace('\'', "''")
+            "let its reader catch up, switch its hot_standby_feedback off, or {}",
+            advice::drop_slot(&holder.name)
         ),
         _ => format!(
-            "end its transaction: SELECT pg_terminate_backend({}), and find out why it stays open",
-            holder.name
+            "end its transaction: {}, and find out why it stays open",
+            advice::terminate(&holder.name)
         ),
     };
     let why = "finished rows cannot be removed while it lasts, so every claim reads more of them than the one before";
@@ -148,7 +147,10 @@ pub(super) fn judge_queue(asked: &Result<Queue, NoAnswer>) -> Finding {
     let seen = format!("the notification queue is {:.1} % full; {oldest}", queue.usage * 100.0);
     let why = "it is emptied up to the slowest listener; one that stays in a transaction holds everything back, and when it is full every \
          commit that notifies fails, which includes storing work";
-    let next = "end the transaction of the session that listens and does not read: SELECT pg_terminate_backend(its pid)";
+    let next = format!(
+        "end the transaction of the session that listens and does not read: {}",
+        advice::terminate("its pid")
+    );
     if queue.usage >= 0.5 {
         QUEUE.error(seen, why).next(next)
     } else if queue.usage >= 0.1 {

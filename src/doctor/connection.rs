@@ -246,7 +246,7 @@ fn judge_same(database: &Identity, direct: &Identity) -> Finding {
 
 #[cfg(test)]
 mod tests {
-    use super::super::finding::Severity;
+    use super::super::finding::Severity::{self, Error, Ok as Well, Warning};
     use super::*;
 
     fn identity() -> Identity {
@@ -306,7 +306,6 @@ mod tests {
             let opened = Opened { database: Ok(Some("refused")), pooling, direct };
             judge(&opened).into_iter().map(|finding| finding.severity).collect::<Vec<_>>()
         };
-        use Severity::{Error, Ok as Well, Warning};
         assert_eq!(judge(Pooling::Transaction, None), [Well, Warning]);
         assert_eq!(judge(Pooling::Transaction, Some(Ok(None))), [Well, Well, Well]);
         assert_eq!(judge(Pooling::Session, Some(Ok(Some("refused")))), [Well, Well, Error]);

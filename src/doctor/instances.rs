@@ -7,6 +7,7 @@ use super::finding::{Check, Finding, Group, ago, listed};
 use crate::pg::migrate::LIBRARY_VERSION;
 use crate::pg::schema_name::SchemaName;
 use crate::pg::statement::doctor as sql;
+use crate::pg::statement::doctor::advice;
 
 const MEMBERS: Check = Check(Group::Instances, "instances.members");
 const STALE: Check = Check(Group::Instances, "instances.stale");
@@ -32,6 +33,7 @@ pub(super) struct Member {
     pub(super) beat_age: f64,
     pub(super) alive: bool,
     pub(super) gate: Option<String>,
+    pub(super) gate_reason: Option<String>,
     pub(super) version: Option<String>,
 }
 
@@ -64,6 +66,7 @@ pub(super) async fn members(patient: &Patient, schema: &SchemaName) -> Result<Ve
             alive: value(row, 5)?,
             gate: value(row, 6)?,
             version: value(row, 7)?,
+            gate_reason: value(row, 8)?,
         })
     };
     patient.rows(&sql::members(schema), &[]).await?.iter().map(member).collect()
@@ -107,15 +110,17 @@ pub(super) fn judge_members(schema: &SchemaName, asked: &Result<Vec<Member>, NoA
             .warning(seen, "it counts as dead, and its rows wait until a living instance evicts it")
             .about(member.id.to_string())
             .next(format!(
-                "start an instance: it evicts the dead within two minutes; or SELECT {}.evict_instance('{}', null, 'by hand')",
-                schema.identifier(),
-                member.id
+                "start an instance: it evicts the dead within two minutes; or {}",
+                advice::evict(schema, &format!("'{}'", member.id))
             ))
     }));
     let broken = |member: &&Member| member.alive && member.gate.as_deref() == Some("unavailable");
     findings.extend(members.iter().filter(broken).map(|member| {
         GATE.warning(
-            format!("{} hears no notifications", member.named()),
+            match &member.gate_reason {
+                Some(reason) => format!("{} hears no notifications: {reason}", member.named()),
+                None => format!("{} hears no notifications", member.named()),
+            },
             "it polls at its tight interval instead: more load on the database, later starts",
         )
         .about(member.id.to_string())
@@ -149,7 +154,10 @@ pub(super) fn judge_release(asked: &Result<(i64, f64), NoAnswer>) -> Finding {
             }
             RELEASE
                 .warning(seen, "their rows wait for the end of their leases instead of being handed back")
-                .next("start an instance; if there is one, find who has their rows locked: SELECT * FROM pg_locks, pg_blocking_pids(pid)")
+                .next(format!(
+                    "start an instance; if there is one, find who has their rows locked: {}",
+                    advice::BLOCKERS
+                ))
         }
     }
 }
@@ -189,8 +197,8 @@ pub(super) fn judge_work(
                 STUCK
                     .warning(seen, "nobody will settle them, and they wait for the end of their leases")
                     .next(format!(
-                        "SELECT {}.evict_instance(instance_id, null, 'by hand') for the instance_id of those rows",
-                        schema.identifier()
+                        "{} for the instance_id of those rows",
+                        advice::evict(schema, "instance_id")
                     )),
             ));
         }
@@ -254,6 +262,7 @@ mod tests {
             beat_age: 300.0,
             alive,
             gate: Some("available".to_owned()),
+            gate_reason: None,
             version: Some(LIBRARY_VERSION.to_owned()),
         }
     }

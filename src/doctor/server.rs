@@ -10,6 +10,7 @@ use super::finding::{Check, Finding, Group};
 use crate::pg::limits::SERVER_LIMITS;
 use crate::pg::session::STATEMENT_TIMEOUT;
 use crate::pg::statement::doctor as sql;
+use crate::pg::statement::doctor::advice;
 
 const CLOCK: Check = Check(Group::Server, "server.clock");
 const SETTINGS: Check = Check(Group::Server, "server.settings");
@@ -103,8 +104,9 @@ fn set_to(settings: &Settings, name: &str, why: &str, weigh: impl FnOnce(&mut Fi
 }
 
 fn reset(name: &str, wanted: &str) -> String {
+    let roles = advice::ROLE_SETTINGS;
     format!(
-        "find where it is set (`SELECT * FROM pg_db_role_setting`, the URL's options, the pooler), and there: SET {name} = '{wanted}'"
+        "find where it is set (`{roles}`, the URL's options, the pooler), and there: SET {name} = '{wanted}'"
     )
 }
 

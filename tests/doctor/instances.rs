@@ -16,7 +16,14 @@ fn beat(instance: &str, metadata: &str) -> String {
 async fn members_that_are_stale_deaf_or_of_another_version_are_named() {
     let db = common::database().await;
     let client = db.connect().await;
-    run(&client, &beat(ONE, "{\"gate\": \"unavailable\", \"library_version\": \"0.0.1\"}")).await;
+    run(
+        &client,
+        &beat(
+            ONE,
+            "{\"gate\": \"unavailable\", \"gate_reason\": \"not heard\", \"library_version\": \"0.0.1\"}",
+        ),
+    )
+    .await;
     run(&client, &beat(TWO, "{\"gate\": \"available\"}")).await;
     run(&client, &format!("update wh_service_instances set last_heartbeat_at = now() - interval '10 minutes' where instance_id = '{TWO}'"))
         .await;
@@ -24,7 +31,8 @@ async fn members_that_are_stale_deaf_or_of_another_version_are_named() {
     assert_eq!(only(&diagnosis, "instances.members", Well).seen, "1 of 2 members are alive");
     let stale = only(&diagnosis, "instances.stale", Warning);
     assert!(stale.seen.contains(TWO) && stale.seen.contains("10 min"), "{stale:?}");
-    assert_eq!(only(&diagnosis, "instances.gate", Warning).subject.as_deref(), Some(ONE));
+    let gate = only(&diagnosis, "instances.gate", Warning);
+    assert!(gate.subject.as_deref() == Some(ONE) && gate.seen.ends_with(": not heard"), "{gate:?}");
     assert!(only(&diagnosis, "instances.versions", Note).seen.contains("0.0.1"));
 }
 

@@ -112,3 +112,25 @@ async fn no_database_and_unknown_arguments_are_usage_errors() {
     assert!(ended.err.contains("WORKPUMP_DATABASE_URL"), "{}", ended.err);
     assert_eq!(doctor(&[], &["--quiet"]).await.code, Some(2));
 }
+
+#[test]
+fn every_check_is_documented_and_every_documented_check_exists() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let read = |path: &std::path::Path| std::fs::read_to_string(path).expect("a readable file");
+    let mut checks: Vec<String> = Vec::new();
+    for file in std::fs::read_dir(root.join("src/doctor")).expect("a folder").flatten() {
+        let text = read(&file.path());
+        let names = text.split("Check(Group::").skip(1).filter_map(|part| part.split('"').nth(1));
+        checks.extend(names.map(str::to_owned));
+    }
+    let manual = read(&root.join("docs/doctor.md"));
+    let mut documented: Vec<String> = manual
+        .lines()
+        .filter_map(|line| line.strip_prefix("| `")?.split('`').next())
+        .filter(|name| name.contains('.') && !name.contains('['))
+        .map(str::to_owned)
+        .collect();
+    checks.sort();
+    documented.sort();
+    assert_eq!(checks, documented);
+}

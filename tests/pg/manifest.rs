@@ -1,5 +1,7 @@
 //! The list of what the migrations make (`src/doctor/manifest.txt`): written and checked here, from a migrated schema.
 
+use std::fmt::Write as _;
+
 use tokio_postgres::Client;
 use tokio_postgres::types::Type;
 
@@ -40,13 +42,12 @@ async fn the_manifest_lists_what_the_migrations_make() {
     let db = common::empty_database().await;
     workpump::migrate(db.url(), SCHEMA).await.expect("migrated");
     let (spelling, objects) = read(&db.connect().await, SCHEMA).await;
-    let list: String = objects
-        .iter()
-        .map(|object| {
-            assert!(object.usable, "{object:?}");
-            format!("{}\t{}\t{}\n", object.kind, spelling.opened(&object.name), spelling.opened(&object.text))
-        })
-        .collect();
+    let mut list = String::new();
+    for object in &objects {
+        assert!(object.usable, "{object:?}");
+        let (name, text) = (spelling.opened(&object.name), spelling.opened(&object.text));
+        writeln!(list, "{}\t{name}\t{text}", object.kind).expect("a String takes everything");
+    }
     assert!(!list.contains(SCHEMA), "the schema's name is not left open everywhere");
     if std::env::var_os("WORKPUMP_TEST_UPDATE_MANIFEST").is_some() {
         std::fs::write(FILE, &list).expect("the manifest is written");

@@ -166,13 +166,15 @@ pub(crate) const NAMES: &str = "SELECT ARRAY(SELECT c.relname::text FROM pg_clas
          AND c.relkind IN ('r', 'p', 'v', 'm', 'f', 'c')), \
      ARRAY(SELECT DISTINCT p.proname::text FROM pg_proc p WHERE p.pronamespace = n.oid) FROM pg_namespace n WHERE n.nspname = $1";
 
-/// The members: id, service, host, process, seconds since the last beat, alive or not, gate, version of the library.
+/// The members: id, service, host, process, seconds since the last beat, alive or not, gate, version of the library, and why
+/// the gate is as it is.
 pub(crate) fn members(schema: &SchemaName) -> String {
     let schema = schema.identifier();
     format!(
         "SELECT i.instance_id, i.service_name, i.host_name, i.process_id, \
                 extract(epoch FROM clock_timestamp() - i.last_heartbeat_at)::float8, \
-                {schema}.is_instance_alive(i.instance_id, 30), i.metadata ->> 'gate', i.metadata ->> 'library_version' \
+                {schema}.is_instance_alive(i.instance_id, 30), i.metadata ->> 'gate', i.metadata ->> 'library_version', \
+                i.metadata ->> 'gate_reason' \
          FROM {schema}.wh_service_instances i ORDER BY i.instance_id LIMIT 1000"
     )
 }
@@ -215,4 +217,40 @@ pub(crate) fn dead_letters(schema: &SchemaName) -> String {
         )
     };
     WORK.map(part).join(" UNION ALL ")
+}
+
+/// Statements for people, in next steps: nothing here is ever sent.
+pub(crate) mod advice {
+    use crate::pg::schema_name::SchemaName;
+
+    /// A string literal.
+    fn literal(text: &str) -> String {
+        text.replace('\'', "''")
+    }
+
+    /// Ends a session.
+    pub(crate) fn terminate(process: &str) -> String {
+        format!("SELECT pg_terminate_backend({process})")
+    }
+
+    /// Ends a prepared transaction.
+    pub(crate) fn end_prepared(name: &str) -> String {
+        format!("COMMIT PREPARED or ROLLBACK PREPARED '{}'", literal(name))
+    }
+
+    /// Drops a replication slot.
+    pub(crate) fn drop_slot(name: &str) -> String {
+        format!("SELECT pg_drop_replication_slot('{}')", literal(name))
+    }
+
+    /// Evicts an instance by hand; `instance` is an expression.
+    pub(crate) fn evict(schema: &SchemaName, instance: &str) -> String {
+        format!("SELECT {}.evict_instance({instance}, null, 'by hand')", schema.identifier())
+    }
+
+    /// Who waits for whom.
+    pub(crate) const BLOCKERS: &str = "SELECT pid, pg_blocking_pids(pid), state, xact_start FROM pg_stat_activity WHERE wait_event_type = 'Lock'";
+
+    /// What is set for roles and databases.
+    pub(crate) const ROLE_SETTINGS: &str = "SELECT * FROM pg_db_role_setting";
 }
