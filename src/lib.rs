@@ -6,6 +6,7 @@ pub mod embedded;
 
 pub mod config;
 mod connect;
+pub mod doctor;
 mod enqueue;
 mod error;
 mod handler;
@@ -28,6 +29,7 @@ pub mod supervision {
 }
 
 pub use connect::{check_schema, connect, drop_schema};
+pub use doctor::{Diagnosis, doctor};
 pub use enqueue::{EnqueueError, Enqueued, InvalidMessage, NewInbox, NewOutbox, Producer, Stored};
 pub use error::Error;
 pub use handler::{Context, Handler, OutboxMessage, Outcome, Publisher};

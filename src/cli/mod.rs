@@ -3,8 +3,8 @@
 //! The rule: this room uses the library as any user does, through its public face, and nothing is printed before passwords were taken
 //! out of it. Results go to standard output, everything else to standard error, so that both can be piped.
 //!
-//! Exit codes: 0 all is well; 1 it failed; 2 the arguments or settings are wrong; 3 it finished, but something was refused (`enqueue`)
-//! or lost, doubled or out of order (`demo`); 130 interrupted.
+//! Exit codes: 0 all is well; 1 it failed; 2 the arguments or settings are wrong; 3 it finished, but something was refused (`enqueue`),
+//! lost, doubled or out of order (`demo`), or not healthy (`doctor`); 130 interrupted.
 
 #![allow(
     clippy::doc_markdown,
@@ -13,6 +13,7 @@
 
 mod append;
 mod demo;
+mod doctor;
 mod enqueue;
 mod lines;
 mod migrate;
@@ -101,6 +102,8 @@ enum Command {
     Migrate(migrate::Migrate),
     /// Show instances, leases, and the depth and oldest age of each category.
     Status(status::Status),
+    /// Examine connections, rights, schema, server and instances, and say what to do. Changes nothing, ends within 15 s.
+    Doctor(doctor::Doctor),
     /// Store messages in the outbox: JSON lines from a file or standard input.
     Enqueue(enqueue::Enqueue),
     /// Run one instance that relays the outbox to a file or to standard output.
@@ -177,6 +180,7 @@ fn run(arguments: Vec<OsString>) -> ExitCode {
         match command {
             Command::Migrate(command) => command.run().await,
             Command::Status(command) => command.run().await,
+            Command::Doctor(command) => command.run().await,
             Command::Enqueue(command) => command.run().await,
             Command::Relay(command) => command.run().await,
             Command::Demo(command) => command.run().await,

@@ -14,7 +14,7 @@ use tracing::debug;
 
 /// Longer than the client's own limits in `session.rs`, so that the client notices first. All are needed: keepalives ask while nothing is
 /// under way, the user timeout ends an answer that nobody takes, and the check interval ends a statement that nobody waits for.
-const SERVER_LIMITS: [(&str, &str); 5] = [
+pub(crate) const SERVER_LIMITS: [(&str, &str); 5] = [
     ("tcp_keepalives_idle", "5"),
     ("tcp_keepalives_interval", "2"),
     ("tcp_keepalives_count", "3"),

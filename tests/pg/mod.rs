@@ -6,6 +6,7 @@ mod beat;
 mod cut;
 mod direct;
 mod limits;
+mod manifest;
 mod renew;
 mod route;
 mod sweep;

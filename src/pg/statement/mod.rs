@@ -4,6 +4,7 @@
 //! and work the same on a session of one's own and behind a transaction-mode pooler.
 
 pub(crate) mod direct;
+pub(crate) mod doctor;
 pub(crate) mod enqueue;
 pub(crate) mod instance;
 pub(crate) mod liveness;
