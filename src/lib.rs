@@ -4,6 +4,7 @@
 #[cfg(feature = "embedded")]
 pub mod embedded;
 
+mod commit;
 pub mod config;
 mod connect;
 mod enqueue;
@@ -13,6 +14,7 @@ mod json;
 mod pg;
 mod pump;
 mod runtime;
+mod signal;
 mod status;
 
 pub mod supervision {
@@ -27,8 +29,15 @@ pub mod supervision {
     };
 }
 
+pub mod signals {
+    #![doc = include_str!("../docs/signals.md")]
+
+    pub use crate::signal::{BadTopic, Heard, Signal, SignalError, Signals, Subscribe, Topic, Unsubscribe};
+}
+
+pub use commit::{CommitError, Enqueued, Stored};
 pub use connect::{check_schema, connect, drop_schema};
-pub use enqueue::{EnqueueError, Enqueued, InvalidMessage, NewInbox, NewOutbox, Producer, Stored};
+pub use enqueue::{EnqueueError, InvalidMessage, NewInbox, NewOutbox, Producer};
 pub use error::Error;
 pub use handler::{Context, Handler, OutboxMessage, Outcome, Publisher};
 pub use json::JsonError;

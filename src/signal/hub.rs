@@ -1,0 +1,230 @@
+//! Between the one session that listens and the many streams that read.
+//!
+//! The rule: the first stream of a channel asks for it, the last one that goes lets it go, and both are said in the order in which they
+//! happened, whoever is restarted meanwhile. What a stream has not read yet is bounded. The failures this prevents: a channel that is
+//! listened to for ever for nobody, one that is let go while somebody reads, and memory that grows with the slowest reader.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::task::{Poll, Waker};
+
+use actix::prelude::*;
+use workpump_actors::message::{Heard, Subscribe, Unsubscribe};
+use workpump_actors::registry::Spec;
+
+/// What is told to a stream, not yet read as its type.
+#[derive(Debug)]
+pub(crate) enum Told {
+    Heard(Heard),
+    Missed(u64),
+}
+
+/// Knows who reads which channel. Belongs to the pump and outlives the actors.
+#[derive(Debug, Default)]
+pub(crate) struct Hub {
+    wiring: OnceLock<Wiring>,
+    readers: Mutex<Readers>,
+}
+
+#[derive(Debug)]
+struct Wiring {
+    subscribe: Recipient<Subscribe>,
+    unsubscribe: Recipient<Unsubscribe>,
+    me: Recipient<Heard>,
+}
+
+#[derive(Debug, Default)]
+struct Readers {
+    /// The tree has ended: nothing will be heard any more.
+    closed: bool,
+    channels: HashMap<Arc<str>, Channel>,
+}
+
+#[derive(Debug, Default)]
+struct Channel {
+    /// Whether it is known to be listened to, so that who comes later can be told so.
+    listening: bool,
+    ears: Vec<Arc<Ear>>,
+}
+
+impl Hub {
+    /// Says whom to ask for channels, and who hears them. Nothing can be heard before.
+    pub(crate) fn connect(
+        &self,
+        subscribe: Recipient<Subscribe>,
+        unsubscribe: Recipient<Unsubscribe>,
+        me: Recipient<Heard>,
+    ) {
+        // Set once, by the start of the pump.
+        let _ = self.wiring.set(Wiring { subscribe, unsubscribe, me });
+    }
+
+    /// A new reader of this channel.
+    pub(crate) fn join(&self, channel: Arc<str>) -> Arc<Ear> {
+        let ear = Arc::new(Ear { channel: Arc::clone(&channel), heard: Mutex::default() });
+        let mut readers = lock(&self.readers);
+        if readers.closed {
+            lock(&ear.heard).closed = true;
+            return ear;
+        }
+        let known = readers.channels.entry(Arc::clone(&channel)).or_default();
+        known.ears.push(Arc::clone(&ear));
+        if known.listening {
+            // Should the session be lost at this moment, it is told again, as everybody else is.
+            ear.push(Heard::Listening { channel });
+        } else if let (1, Some(wiring)) = (known.ears.len(), self.wiring.get()) {
+            // Under the lock, so that nobody's goodbye overtakes it.
+            wiring.subscribe.do_send(Subscribe { channel, to: wiring.me.clone() });
+        }
+        ear
+    }
+
+    /// A reader goes.
+    pub(crate) fn leave(&self, ear: &Arc<Ear>) {
+        let mut readers = lock(&self.readers);
+        let Some(known) = readers.channels.get_mut(&ear.channel) else { return };
+        known.ears.retain(|other| !Arc::ptr_eq(other, ear));
+        if known.ears.is_empty() {
+            readers.channels.remove(&ear.channel);
+            if let Some(wiring) = self.wiring.get() {
+                let channel = Arc::clone(&ear.channel);
+                wiring.unsubscribe.do_send(Unsubscribe { channel, to: wiring.me.clone() });
+            }
+        }
+    }
+
+    fn heard(&self, heard: &Heard) {
+        let (channel, listening) = match heard {
+            Heard::Listening { channel } => (channel, true),
+            Heard::Rung { channel, .. } => (channel, false),
+        };
+        let mut readers = lock(&self.readers);
+        // Whatever comes for a channel that was let go meanwhile is for nobody.
+        let Some(known) = readers.channels.get_mut(channel) else { return };
+        known.listening |= listening;
+        let woken: Vec<Waker> = known.ears.iter().filter_map(|ear| ear.push(heard.clone())).collect();
+        drop(readers);
+        woken.into_iter().for_each(Waker::wake);
+    }
+
+    /// Ends every stream, now and later.
+    fn close(&self) {
+        let mut readers = lock(&self.readers);
+        readers.closed = true;
+        let ears = readers.channels.drain().flat_map(|(_, known)| known.ears);
+        let woken: Vec<Waker> = ears.filter_map(|ear| ear.close()).collect();
+        drop(readers);
+        woken.into_iter().for_each(Waker::wake);
+    }
+}
+
+/// What one stream has not read yet.
+#[derive(Debug)]
+pub(crate) struct Ear {
+    channel: Arc<str>,
+    heard: Mutex<Unread>,
+}
+
+/// How much a stream may leave unread, unless it says otherwise.
+const KEEP: usize = 1_024;
+
+#[derive(Debug)]
+struct Unread {
+    queue: VecDeque<Heard>,
+    keep: usize,
+    /// Thrown away since the last one that was read.
+    missed: u64,
+    closed: bool,
+    reader: Option<Waker>,
+}
+
+impl Default for Unread {
+    fn default() -> Self {
+        Self { queue: VecDeque::new(), keep: KEEP, missed: 0, closed: false, reader: None }
+    }
+}
+
+impl Unread {
+    /// A `Listening` counts too: what stands in its place says the same, look at the state.
+    fn shrink(&mut self) {
+        while self.queue.len() > self.keep {
+            self.queue.pop_front();
+            self.missed += 1;
+        }
+    }
+}
+
+impl Ear {
+    fn push(&self, heard: Heard) -> Option<Waker> {
+        let mut unread = lock(&self.heard);
+        unread.queue.push_back(heard);
+        unread.shrink();
+        unread.reader.take()
+    }
+
+    fn close(&self) -> Option<Waker> {
+        let mut unread = lock(&self.heard);
+        unread.closed = true;
+        unread.reader.take()
+    }
+
+    /// From now on at most so many, one at least.
+    pub(crate) fn keep(&self, signals: usize) {
+        let mut unread = lock(&self.heard);
+        unread.keep = signals.max(1);
+        unread.shrink();
+    }
+
+    /// The next one. What was missed comes first: it is older than all that is kept.
+    pub(crate) fn poll(&self, waker: &Waker) -> Poll<Option<Told>> {
+        let mut unread = lock(&self.heard);
+        if unread.missed > 0 {
+            return Poll::Ready(Some(Told::Missed(std::mem::take(&mut unread.missed))));
+        }
+        match unread.queue.pop_front() {
+            Some(heard) => Poll::Ready(Some(Told::Heard(heard))),
+            None if unread.closed => Poll::Ready(None),
+            None => {
+                unread.reader = Some(waker.clone());
+                Poll::Pending
+            }
+        }
+    }
+}
+
+/// Hears for all streams of a pump. Has nothing of its own: whatever it knows is in the hub.
+pub(crate) struct HubActor(Arc<Hub>);
+
+impl HubActor {
+    /// Its spec. When the tree lets it go for good, every stream ends.
+    pub(crate) fn spec(hub: &Arc<Hub>) -> Spec<Self> {
+        let last = Last(Arc::clone(hub));
+        Spec::new("signal_hub", move |_| Self(Arc::clone(&last.0)))
+    }
+}
+
+impl Actor for HubActor {
+    type Context = Context<Self>;
+}
+
+impl Handler<Heard> for HubActor {
+    type Result = ();
+
+    fn handle(&mut self, heard: Heard, _: &mut Self::Context) {
+        self.0.heard(&heard);
+    }
+}
+
+/// Dropped when no further life can be made.
+struct Last(Arc<Hub>);
+
+impl Drop for Last {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
+/// What a panic of somebody else left is still in order: nothing is ever half done under these locks.
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
