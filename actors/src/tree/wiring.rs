@@ -19,14 +19,15 @@ use crate::actor::claim::{ClaimActor, ClaimParts};
 use crate::actor::dispatch::{DispatchActor, DispatchParts};
 use crate::actor::heartbeat::{HeartbeatActor, HeartbeatParts};
 use crate::actor::lease_renewal::{LeaseRenewalActor, LeaseRenewalParts};
-use crate::actor::notify_gate::{NotifyGateActor, NotifyGateParts};
+use crate::actor::notify_gate::{Channels, NotifyGateActor, NotifyGateParts};
 use crate::actor::settle::{SettleActor, SettleParts};
 use crate::actor::stale_sweep::{StaleSweepActor, StaleSweepParts, Subscribers};
 use crate::actor::warden::{CatchUp, Told, WardenActor};
 use crate::lane::{Crew, CrewParts};
 use crate::message::{
     AliveLockChanged, BeatNow, Evicted, ExtendLease, Fence, GateChanged, Pause, PingNow,
-    RequestImmediatePoll, Resume, Settle, SubscribeToEvictions, SweepNow, TrustProven, Unfence,
+    RequestImmediatePoll, Resume, Settle, Subscribe, SubscribeToEvictions, SweepNow, TrustProven, Unfence,
+    Unsubscribe,
 };
 use crate::options::Options;
 use crate::policy::retry::RetryPolicy;
@@ -200,6 +201,7 @@ fn notify_gate(
     heartbeat: &Addr<HeartbeatActor>,
 ) -> Spec<NotifyGateActor> {
     let heartbeat = heartbeat.clone();
+    let channels: Arc<Channels> = Arc::default();
     Spec::new("notify_gate", move |cx| {
         let (life, ready) = (wiring.lives.current(), cx.ready());
         NotifyGateActor::new(NotifyGateParts {
@@ -210,12 +212,15 @@ fn notify_gate(
             connector: connector.clone(),
             alive_lock: vec![heartbeat.clone().recipient()],
             trust: vec![heartbeat.clone().recipient()],
+            channels: Arc::clone(&channels),
             wake: wiring.wake.get().cloned(),
             ready: Box::new(move || ready.ready()),
             seed: seed(),
         })
     })
     .liveness(VITAL_LIVENESS)
+    .provides::<Subscribe>()
+    .provides::<Unsubscribe>()
 }
 
 fn lease_renewal(wiring: Arc<Wiring>, store: Arc<dyn RenewalStore>) -> Spec<LeaseRenewalActor> {
