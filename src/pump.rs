@@ -14,7 +14,7 @@ use workpump_actors::instance::{InstanceId, InstanceIdentity};
 use workpump_actors::message::Account;
 use workpump_actors::options::Options;
 use workpump_actors::port::DeathWatch;
-use workpump_actors::registry::{Group, Placement, Registry, Spec};
+use workpump_actors::registry::{Group, Placement, Registry, Spec, StartFailed};
 use workpump_actors::runner::Runner;
 use workpump_actors::tree::{DrainReport, Engine, EngineParts, StartError};
 use workpump_actors::work::Category;
@@ -226,9 +226,9 @@ impl Builder {
 async fn hear_signals(engine: &Engine) -> Result<Arc<Hub>, Error> {
     let (hub, registry) = (Arc::new(Hub::default()), engine.registry());
     let actor = HubActor::spec(&hub);
-    if let (Ok(subscribe), Ok(unsubscribe)) = (registry.recipient(), registry.recipient()) {
-        hub.connect(subscribe, unsubscribe, actor.addr().recipient());
-    }
+    let none = |_| StartError::Child(StartFailed::NoSuchChild("notify_gate".into()));
+    let (subscribe, unsubscribe) = (registry.recipient().map_err(none)?, registry.recipient().map_err(none)?);
+    hub.connect(subscribe, unsubscribe, actor.addr().recipient());
     registry.add("work", actor).await.map_err(StartError::Child)?;
     Ok(hub)
 }

@@ -12,6 +12,10 @@ use actix::prelude::*;
 use workpump_actors::message::{Heard, Subscribe, Unsubscribe};
 use workpump_actors::registry::Spec;
 
+/// Signals that may wait between the session and the streams. Beyond that they are dropped, and every stream of their topic is told
+/// [`Heard::Listening`] again.
+const BURST: usize = 4_096;
+
 /// What is told to a stream, not yet read as its type.
 #[derive(Debug)]
 pub(crate) enum Told {
@@ -107,6 +111,19 @@ impl Hub {
         woken.into_iter().for_each(Waker::wake);
     }
 
+    /// Says [`Heard::Listening`] again to all who were told so: whatever was being passed on at this moment may be lost.
+    fn look_again(&self) {
+        let channels: Vec<Arc<str>> = lock(&self.readers)
+            .channels
+            .iter()
+            .filter(|(_, known)| known.listening)
+            .map(|(channel, _)| Arc::clone(channel))
+            .collect();
+        for channel in channels {
+            self.heard(&Heard::Listening { channel });
+        }
+    }
+
     /// Ends every stream, now and later.
     fn close(&self) {
         let mut readers = lock(&self.readers);
@@ -199,7 +216,12 @@ impl HubActor {
     /// Its spec. When the tree lets it go for good, every stream ends.
     pub(crate) fn spec(hub: &Arc<Hub>) -> Spec<Self> {
         let last = Last(Arc::clone(hub));
-        Spec::new("signal_hub", move |_| Self(Arc::clone(&last.0)))
+        Spec::with_mailbox("signal_hub", BURST, move |cx| {
+            if cx.generation() > 1 {
+                last.0.look_again();
+            }
+            Self(Arc::clone(&last.0))
+        })
     }
 }
 
