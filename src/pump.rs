@@ -11,7 +11,7 @@ use actix::Actor;
 use serde::de::DeserializeOwned;
 use tokio_postgres::{Config, Transaction};
 use workpump_actors::instance::{InstanceId, InstanceIdentity};
-use workpump_actors::message::Account;
+use workpump_actors::message::{Account, GateReport};
 use workpump_actors::options::Options;
 use workpump_actors::port::DeathWatch;
 use workpump_actors::registry::{Group, Placement, Registry, Spec, StartFailed};
@@ -28,6 +28,7 @@ use crate::pg::death_watch::PgDeathWatch;
 use crate::pg::direct_session::PgDirectConnector;
 use crate::pg::instance_store::PgInstanceStore;
 use crate::pg::migrate::migrate_on;
+use crate::pg::producers_route::PgProducersRoute;
 use crate::pg::renewal_store::PgRenewalStore;
 use crate::pg::schema_name::SchemaName;
 use crate::pg::session::Session;
@@ -166,6 +167,7 @@ impl Builder {
             identity,
             sweep: Arc::new(PgSweepStore::new(&schema, work.pool())),
             watch,
+            route: Arc::new(PgProducersRoute::new(work.pool())),
             work,
             direct: Some(Arc::new(PgDirectConnector::new(&schema, direct.clone(), io.handle()))),
             instances: Arc::new(PgInstanceStore::new(&schema, direct.clone(), pooled.clone())),
@@ -343,11 +345,22 @@ impl WorkPump {
 
     /// Hears the signals of a topic in this pump's schema, for as long as the stream is kept. The first word is
     /// [`Signal::Listening`](crate::signals::Signal::Listening); it does not come while there is no direct session, so not at all behind a
-    /// pooler only. See [`crate::signals`].
+    /// pooler only: [`gate`](Self::gate) says why. See [`crate::signals`].
     ///
     /// Any number of topics and streams share the pump's one direct session.
     pub fn subscribe<T>(&self, topic: &Topic<T>) -> Signals<T> {
         Signals::new(topic, &self.hub, self.producer.channel(topic))
+    }
+
+    /// What is known of the notify gate: whether NOTIFY is proven to reach this pump, why not, and when that was last proven. Asks nobody.
+    pub fn gate(&self) -> GateReport {
+        self.engine.gate()
+    }
+
+    /// Proves now that NOTIFY reaches this pump, and says how it went: one ring through the database URL that has to come back on the direct
+    /// session, which is opened first if need be. Takes as long as `gate.probe_timeout_seconds` allows, or a connect.
+    pub async fn probe_gate(&self) -> GateReport {
+        self.engine.probe_gate().await
     }
 
     /// False while the pump takes no work: not registered yet, fenced, evicted until it is a member under a fresh id, or draining. For

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio_postgres::types::Type;
 use workpump::Options;
-use workpump::engine::options::{LivenessSourceMode, OnEvicted, OnFence};
+use workpump::engine::options::{GateMode, LivenessSourceMode, OnEvicted, OnFence};
 use workpump::engine::policy::retry::RetryPolicy;
 
 #[test]
@@ -66,6 +66,33 @@ fn every_default_of_liveness_is_the_contracts_and_its_bounds_hold() {
     assert_eq!(refusal(|options| options.liveness.lock_loss_grace_seconds = 61), grace);
     let sweep = Some("liveness.stale_sweep_interval_seconds");
     assert_eq!(refusal(|options| options.liveness.stale_sweep_interval_seconds = 0), sweep);
+}
+
+#[test]
+fn every_default_of_the_gate_is_the_contracts_and_its_bounds_hold() {
+    let gate = Options::default().gate;
+    assert_eq!(gate.mode, GateMode::Auto);
+    assert_eq!((gate.probe_interval_seconds, gate.probe_timeout_seconds), (30, 5));
+    assert_eq!((gate.self_test_timeout_seconds, gate.reconnect_max_seconds), (2, 4));
+    let set: [(&str, u32, fn(&mut Options, u32)); 4] = [
+        ("gate.probe_interval_seconds", 3_600, |options, value| options.gate.probe_interval_seconds = value),
+        ("gate.probe_timeout_seconds", 60, |options, value| options.gate.probe_timeout_seconds = value),
+        ("gate.self_test_timeout_seconds", 60, |options, value| {
+            options.gate.self_test_timeout_seconds = value
+        }),
+        ("gate.reconnect_max_seconds", 300, |options, value| options.gate.reconnect_max_seconds = value),
+    ];
+    for (option, most, set) in set {
+        for (value, refused) in [(0, true), (1, false), (most, false), (most + 1, true)] {
+            let mut options = Options::default();
+            set(&mut options, value);
+            assert_eq!(
+                options.validate().err().map(|error| error.option),
+                refused.then_some(option),
+                "{value}"
+            );
+        }
+    }
 }
 
 #[tokio::test]
