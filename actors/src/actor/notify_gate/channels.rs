@@ -70,6 +70,14 @@ impl Channels {
         lock(&self.0).values().map(|members| members.len() as u64).sum()
     }
 
+    /// Another session: nothing is listened to yet, and whatever was rung for meanwhile is missed. A ring may come before the answer to the
+    /// LISTEN that brings it, so everybody has to be told first.
+    pub(super) fn begin_anew(&self) {
+        for member in lock(&self.0).values_mut().flatten() {
+            member.behind = true;
+        }
+    }
+
     /// These channels are listened to from now on: everybody there has to be told.
     pub(super) fn listened(&self, channels: &[Arc<str>]) {
         let mut all = lock(&self.0);

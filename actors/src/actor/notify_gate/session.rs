@@ -63,6 +63,7 @@ impl NotifyGateActor {
             listening: Listening::default(),
             over: CancellationToken::new(),
         });
+        self.parts.channels.begin_anew();
         self.lock_refusals = 0;
         let heard = stream.ready_chunks(TOGETHER).into_actor(self);
         let heard = heard.map(move |rings, act, ctx| {
