@@ -207,6 +207,31 @@ fn where_neither_the_route_nor_the_session_answers_the_session_is_given_up_too()
 }
 
 #[test]
+fn a_call_without_an_answer_keeps_no_session_open_that_was_given_up() {
+    in_virtual_time(async {
+        let mut rig = proven().await;
+        let work = rig.server.clone();
+        rig.server.take_lock(rig.instance);
+        rig.server.end_session();
+        sleep(seconds(1)).await;
+        rig.gates();
+        rig.server.always(|op| (op == DirectOp::ClaimLock).then_some(Reply::Hang));
+        rig.server.set_deaf(true);
+        sleep(seconds(2)).await;
+        rig.addr.do_send(ProbeNow);
+        sleep(Duration::from_millis(4_900)).await;
+        assert!(
+            work.is_connected() && rig.gates().is_empty(),
+            "a claim of the lock hangs, and the proof is under way"
+        );
+        work.always(|op| (op == DirectOp::Connect).then(|| Reply::Fail(unavailable())));
+        sleep(Duration::from_millis(200)).await;
+        assert_eq!(rig.gates(), [Unavailable]);
+        assert!(!work.is_connected(), "nothing holds it any more");
+    });
+}
+
+#[test]
 fn a_new_session_is_proven_before_the_gate_opens_again_and_nobody_is_woken_besides() {
     in_virtual_time(async {
         let mut rig = proven().await;
