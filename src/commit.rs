@@ -138,8 +138,9 @@ pub(crate) async fn commit(transaction: Transaction<'_>) -> Result<(), CommitErr
     let (probed, committed) = join(probe.try_for_each(|_| async { Ok(()) }), transaction.commit()).await;
     match (probed, committed) {
         (Ok(()), Ok(())) => Ok(()),
-        (Err(error), _) if is_the_end_of_the_transaction(&error) => Err(CommitError::rolled_back(error)),
-        (_, Err(error)) if is_the_end_of_the_transaction(&error) => Err(CommitError::rolled_back(error)),
+        (Err(error), _) | (_, Err(error)) if is_the_end_of_the_transaction(&error) => {
+            Err(CommitError::rolled_back(error))
+        }
         (_, Err(error)) | (Err(error), Ok(())) => Err(CommitError::unknown(error)),
     }
 }

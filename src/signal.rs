@@ -196,8 +196,8 @@ impl Channels {
             return Self(PREFIX.to_owned());
         }
         let digest = Sha256::digest(schema.as_str());
-        let tag = digest.iter().take(TAG / 2).map(|byte| format!("{byte:02x}")).collect::<String>();
-        Self(format!("{PREFIX}{tag}:"))
+        let start = digest.iter().take(TAG / 2).fold(0_u64, |number, byte| (number << 8) | u64::from(*byte));
+        Self(format!("{PREFIX}{start:0TAG$x}:"))
     }
 
     pub(crate) fn channel<T>(&self, topic: &Topic<T>) -> Arc<str> {

@@ -52,14 +52,24 @@ impl Lab {
 
     async fn at(database: Database, url: &str) -> Self {
         let (told, published) = unbounded_channel();
-        let pump = WorkPump::builder(url).options(sleepy()).publisher(Teller(told)).start().await.unwrap();
-        Self { database, pump: Arc::new(pump), published, producer: Producer::new("public").unwrap() }
+        let pump = WorkPump::builder(url)
+            .options(sleepy())
+            .publisher(Teller(told))
+            .start()
+            .await
+            .expect("it starts");
+        Self {
+            database,
+            pump: Arc::new(pump),
+            published,
+            producer: Producer::new("public").expect("a schema name"),
+        }
     }
 
     /// A session in which nothing rings the doorbell: the trigger that does is switched off.
     async fn quiet_client(&self) -> Client {
         let client = self.database.connect().await;
-        client.batch_execute("set session_replication_role = replica").await.unwrap();
+        client.batch_execute("set session_replication_role = replica").await.expect("an answer");
         client
     }
 
@@ -88,13 +98,13 @@ impl Lab {
         }
         let client = self.database.connect().await;
         let rows = "select string_agg(to_jsonb(o)::text, E'\\n') from (select * from wh_outbox limit 20) o";
-        let rows: Option<String> = client.query_typed_one(rows, &[]).await.unwrap().get(0);
+        let rows: Option<String> = client.query_typed_one(rows, &[]).await.expect("an answer").get(0);
         panic!("nothing is published: {:#?}\n{}", self.pump.observe().await, rows.unwrap_or_default());
     }
 
     async fn rows(&self, table: &str) -> i64 {
         let client = self.database.connect().await;
-        client.query_typed_one(&format!("select count(*) from {table}"), &[]).await.unwrap().get(0)
+        client.query_typed_one(&format!("select count(*) from {table}"), &[]).await.expect("an answer").get(0)
     }
 }
 
@@ -181,7 +191,11 @@ async fn nobody_is_woken_for_what_others_run_and_for_what_was_known() {
 }
 
 async fn far(client: &Client) -> std::time::SystemTime {
-    client.query_typed_one("select clock_timestamp() + interval '1 day'", &[]).await.unwrap().get(0)
+    client
+        .query_typed_one("select clock_timestamp() + interval '1 day'", &[])
+        .await
+        .expect("an answer")
+        .get(0)
 }
 
 #[tokio::test]
@@ -299,25 +313,25 @@ async fn session_of(
     let ends = [End::Commit, End::Commit, End::Broken, End::Known, End::Rollback];
     for round in 0..rounds {
         let end = *ends.choose(&mut rng).expect("some end");
-        let transaction = client.transaction().await.unwrap();
+        let transaction = client.transaction().await.expect("a transaction");
         let mut all = Enqueued::default();
         for _ in 0..rng.random_range(1..=3) {
             let batch: Vec<_> = (0..rng.random_range(0..=3)).map(|n| NewOutbox::new("note", &n)).collect();
-            all += producer.outbox(&transaction, &batch).await.unwrap();
+            all += producer.outbox(&transaction, &batch).await.expect("stored");
         }
         let ids: Vec<_> = all.stored.iter().map(|stored| stored.message_id).collect();
         match end {
             End::Broken => assert!(transaction.batch_execute("select 1 / 0").await.is_err()),
             End::Known => {
                 let again: Vec<_> = ids.iter().map(|id| NewOutbox::new("note", &round).id(*id)).collect();
-                let again = producer.outbox(&transaction, &again).await.unwrap();
+                let again = producer.outbox(&transaction, &again).await.expect("stored");
                 assert_eq!(again.new_messages(), 0);
                 all += again;
             }
             End::Commit | End::Rollback => {}
         }
         if end == End::Rollback {
-            transaction.rollback().await.unwrap();
+            transaction.rollback().await.expect("rolled back");
         } else {
             let answer = pump.commit(transaction, all).await;
             assert_eq!(answer.is_ok(), end != End::Broken, "{answer:?}");

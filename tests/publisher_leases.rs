@@ -89,12 +89,17 @@ impl Lab {
         let client = database.connect().await;
         let messages: Vec<_> =
             (0..messages).map(|number| NewOutbox::new("note", &number).stream(Uuid::from_u128(4))).collect();
-        let _ = Producer::new("public").unwrap().outbox(&client, &messages).await.unwrap();
+        let _ =
+            Producer::new("public").expect("a schema name").outbox(&client, &messages).await.expect("stored");
         let (telling, told) = unbounded_channel();
         let (strings, pulled) = unbounded_channel();
         let puppet = Puppet { told: telling, strings: Mutex::new(pulled), batch };
-        let pump =
-            WorkPump::builder(database.url()).options(options).publisher(puppet).start().await.unwrap();
+        let pump = WorkPump::builder(database.url())
+            .options(options)
+            .publisher(puppet)
+            .start()
+            .await
+            .expect("it starts");
         Self { client, pump, told, strings, _database: database }
     }
 
@@ -103,16 +108,17 @@ impl Lab {
     }
 
     async fn pull(&mut self, string: Do) -> Event {
-        self.strings.send(string).unwrap();
+        self.strings.send(string).expect("a puppet");
         self.next().await
     }
 
     fn finish(&self) {
-        self.strings.send(Do::Finish).unwrap();
+        self.strings.send(Do::Finish).expect("a puppet");
     }
 
     async fn until(&self, condition: &str) {
-        let holds = async || self.client.query_typed_one(condition, &[]).await.unwrap().get::<_, bool>(0);
+        let holds =
+            async || self.client.query_typed_one(condition, &[]).await.expect("an answer").get::<_, bool>(0);
         eventually(condition, holds).await;
     }
 }

@@ -11,7 +11,6 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use signal_lab::{Lab, gate, listening, next, next_value, topic};
 use tokio_postgres::Client;
-use tokio_postgres::types::Type;
 use uuid::Uuid;
 use workpump::WorkPump;
 use workpump::signals::{Signal, Topic};
@@ -82,11 +81,11 @@ async fn a_pump_that_is_dropped_ends_its_streams() {
 
 /// What each change of the state does, in one transaction: the state, and a signal that tells it.
 async fn change(client: &mut Client, lab: &Lab, topic: &Topic<i64>) -> i64 {
-    let transaction = client.transaction().await.unwrap();
+    let transaction = client.transaction().await.expect("a transaction");
     let change = "update state set value = value + 1 returning value";
-    let value: i64 = transaction.query_typed_one(change, &[]).await.unwrap().get(0);
-    lab.producer.signal(&transaction, topic, &value).await.unwrap();
-    transaction.commit().await.unwrap();
+    let value: i64 = transaction.query_typed_one(change, &[]).await.expect("an answer").get(0);
+    lab.producer.signal(&transaction, topic, &value).await.expect("sent");
+    transaction.commit().await.expect("committed");
     value
 }
 
@@ -111,8 +110,11 @@ async fn mirror(
                 }
                 Signal::Listening | Signal::Missed { .. } => {
                     looks += 1;
-                    let now: i64 =
-                        client.query_typed_one("select value from state", &[]).await.unwrap().get(0);
+                    let now: i64 = client
+                        .query_typed_one("select value from state", &[])
+                        .await
+                        .expect("an answer")
+                        .get(0);
                     assert!(cache <= now);
                     cache = now;
                 }
@@ -177,8 +179,5 @@ async fn a_cache_that_looks_when_it_is_told_so_is_right_whatever_happens_to_the_
         assert!(looks >= joins, "each time it joined it was told to look");
     }
     eprintln!("{kills} sessions killed");
-    let value: i64 =
-        lab.client.query_typed_one("select $1::int8", &[(&last, Type::INT8)]).await.unwrap().get(0);
-    assert_eq!(value, last);
     pump.drain().await;
 }

@@ -250,3 +250,83 @@ impl Drop for Last {
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rung(channel: &str, payload: &str) -> Heard {
+        Heard::Rung { channel: channel.into(), payload: payload.into() }
+    }
+
+    fn listening(channel: &str) -> Heard {
+        Heard::Listening { channel: channel.into() }
+    }
+
+    /// Everything that can be read now, and whether it is the end.
+    fn read(ear: &Ear) -> (Vec<String>, bool) {
+        let mut all = Vec::new();
+        loop {
+            match ear.poll(Waker::noop()) {
+                Poll::Ready(Some(Told::Missed(count))) => all.push(format!("missed {count}")),
+                Poll::Ready(Some(Told::Heard(Heard::Listening { .. }))) => all.push("listening".to_owned()),
+                Poll::Ready(Some(Told::Heard(Heard::Rung { payload, .. }))) => all.push(payload.to_string()),
+                Poll::Ready(None) => return (all, true),
+                Poll::Pending => return (all, false),
+            }
+        }
+    }
+
+    #[test]
+    fn a_listening_that_is_thrown_away_is_missed_too() {
+        let hub = Hub::default();
+        let ear = hub.join("a".into());
+        ear.keep(2);
+        hub.heard(&rung("a", "1"));
+        hub.heard(&listening("a"));
+        hub.heard(&rung("a", "2"));
+        assert_eq!(read(&ear), (vec!["missed 1".into(), "listening".into(), "2".into()], false));
+        hub.heard(&listening("a"));
+        hub.heard(&rung("a", "3"));
+        hub.heard(&rung("a", "4"));
+        assert_eq!(read(&ear), (vec!["missed 1".into(), "3".into(), "4".into()], false));
+    }
+
+    #[test]
+    fn who_joins_later_is_told_at_once_and_who_joins_a_channel_that_was_let_go_is_not() {
+        let hub = Hub::default();
+        let first = hub.join("a".into());
+        hub.heard(&listening("a"));
+        let second = hub.join("a".into());
+        assert_eq!(read(&second).0, ["listening"]);
+        hub.leave(&first);
+        hub.heard(&rung("a", "1"));
+        assert_eq!((read(&first).0, read(&second).0), (vec!["listening".to_owned()], vec!["1".to_owned()]));
+        hub.leave(&second);
+        hub.heard(&listening("a"));
+        assert!(read(&hub.join("a".into())).0.is_empty(), "that was the answer to somebody who has gone");
+    }
+
+    #[test]
+    fn only_channels_that_are_listened_to_are_told_to_look_again() {
+        let hub = Hub::default();
+        let (heard, waiting) = (hub.join("a".into()), hub.join("b".into()));
+        hub.heard(&listening("a"));
+        hub.look_again();
+        assert_eq!(read(&heard).0, ["listening", "listening"]);
+        assert!(read(&waiting).0.is_empty());
+    }
+
+    #[test]
+    fn what_was_heard_before_the_end_is_read_and_nothing_begins_after_it() {
+        let hub = Arc::new(Hub::default());
+        let spec = HubActor::spec(&hub);
+        let ear = hub.join("a".into());
+        hub.heard(&rung("a", "1"));
+        assert_eq!(read(&ear), (vec!["1".into()], false));
+        hub.heard(&rung("a", "2"));
+        drop(spec);
+        assert_eq!(read(&ear), (vec!["2".into()], true));
+        assert_eq!(read(&hub.join("a".into())), (vec![], true));
+    }
+}

@@ -30,7 +30,7 @@ impl Lab {
     pub async fn new() -> Self {
         let database = common::database().await;
         let client = database.connect().await;
-        Self { database, client, producer: Producer::new("public").unwrap() }
+        Self { database, client, producer: Producer::new("public").expect("a schema name") }
     }
 
     pub async fn pump(&self) -> WorkPump {
@@ -38,7 +38,7 @@ impl Lab {
     }
 
     pub async fn signal<T: serde::Serialize>(&self, topic: &Topic<T>, value: &T) {
-        self.producer.signal(&self.client, topic, value).await.unwrap();
+        self.producer.signal(&self.client, topic, value).await.expect("sent");
     }
 
     pub async fn value<T: tokio_postgres::types::FromSqlOwned>(&self, sql: &str) -> T {
