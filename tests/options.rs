@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio_postgres::types::Type;
 use workpump::Options;
-use workpump::engine::options::{GateMode, LivenessSourceMode, OnEvicted, OnFence};
+use workpump::engine::options::{GateMode, GateOptions, LivenessSourceMode, OnEvicted, OnFence};
 use workpump::engine::policy::retry::RetryPolicy;
 
 #[test]
@@ -74,25 +74,19 @@ fn every_default_of_the_gate_is_the_contracts_and_its_bounds_hold() {
     assert_eq!(gate.mode, GateMode::Auto);
     assert_eq!((gate.probe_interval_seconds, gate.probe_timeout_seconds), (30, 5));
     assert_eq!((gate.self_test_timeout_seconds, gate.reconnect_max_seconds), (2, 4));
-    let set: [(&str, u32, fn(&mut Options, u32)); 4] = [
-        ("gate.probe_interval_seconds", 3_600, |options, value| options.gate.probe_interval_seconds = value),
-        ("gate.probe_timeout_seconds", 60, |options, value| options.gate.probe_timeout_seconds = value),
-        ("gate.self_test_timeout_seconds", 60, |options, value| {
-            options.gate.self_test_timeout_seconds = value
-        }),
-        ("gate.reconnect_max_seconds", 300, |options, value| options.gate.reconnect_max_seconds = value),
-    ];
-    for (option, most, set) in set {
-        for (value, refused) in [(0, true), (1, false), (most, false), (most + 1, true)] {
-            let mut options = Options::default();
-            set(&mut options, value);
-            assert_eq!(
-                options.validate().err().map(|error| error.option),
-                refused.then_some(option),
-                "{value}"
-            );
-        }
-    }
+    let one = |value: u32, field: fn(&mut GateOptions) -> &mut u32| {
+        let mut options = Options::default();
+        *field(&mut options.gate) = value;
+        options.validate().err().map(|error| error.option)
+    };
+    let bounds = |option, most, field: fn(&mut GateOptions) -> &mut u32| {
+        assert_eq!([0, most + 1].map(|value| one(value, field)), [Some(option); 2]);
+        assert_eq!([1, most].map(|value| one(value, field)), [None; 2]);
+    };
+    bounds("gate.probe_interval_seconds", 3_600, |gate| &mut gate.probe_interval_seconds);
+    bounds("gate.probe_timeout_seconds", 60, |gate| &mut gate.probe_timeout_seconds);
+    bounds("gate.self_test_timeout_seconds", 60, |gate| &mut gate.self_test_timeout_seconds);
+    bounds("gate.reconnect_max_seconds", 300, |gate| &mut gate.reconnect_max_seconds);
 }
 
 #[tokio::test]

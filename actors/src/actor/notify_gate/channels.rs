@@ -30,7 +30,7 @@ struct Member {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Told {
     /// Messages that went out.
-    pub(super) told: u64,
+    pub(super) sent: u64,
     /// Rings that a subscriber did not get, and will look for.
     pub(super) refused: u64,
     /// Whether somebody is still behind.
@@ -99,7 +99,7 @@ impl Channels {
                 }
                 let sent = member.to.try_send(Heard::Listening { channel: Arc::clone(channel) });
                 member.behind = sent.is_err();
-                told.told += u64::from(sent.is_ok());
+                told.sent += u64::from(sent.is_ok());
                 let alive = !matches!(sent, Err(SendError::Closed(_)));
                 told.behind |= member.behind && alive;
                 alive
@@ -121,7 +121,7 @@ impl Channels {
         for member in all.get_mut(&channel).into_iter().flatten() {
             let ring = Heard::Rung { channel: Arc::clone(&channel), payload: Arc::clone(&payload) };
             member.behind = member.behind || member.to.try_send(ring).is_err();
-            told.told += u64::from(!member.behind);
+            told.sent += u64::from(!member.behind);
             told.refused += u64::from(member.behind);
             told.behind |= member.behind;
         }

@@ -109,7 +109,7 @@ impl NotifyGateActor {
         } else {
             report.gate != Gate::Unconfigured || !self.uses_notify()
         };
-        if known && self.lock_asked {
+        if known && self.lock.asked {
             (self.parts.progress)(Ok(()));
         } else if let Some(reason) = report.reason {
             (self.parts.progress)(Err(reason));
