@@ -11,11 +11,14 @@ use serde_json::value::{RawValue, to_raw_value};
 use tokio_postgres::GenericClient;
 use tokio_postgres::types::{Json, Type};
 use uuid::Uuid;
+use workpump_actors::work::Category;
 
+use crate::commit::{Enqueued, Stored};
 use crate::json::{JsonError, check_storable};
 use crate::pg::fault::describe;
 use crate::pg::schema_name::{BadSchemaName, SchemaName};
 use crate::pg::statement::enqueue as statement;
+use crate::signal::Channels;
 
 /// Why a batch was not stored. Nothing of it was.
 #[derive(Debug, thiserror::Error)]
@@ -207,30 +210,6 @@ macro_rules! message_builder {
 message_builder!(NewOutbox, destination, "Where the publisher should send it: a topic, a queue, an address.");
 message_builder!(NewInbox, handler, "The handler it is meant for, kept in `handler_name`.");
 
-/// What became of one message of a batch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Stored {
-    /// Its id.
-    pub message_id: Uuid,
-    /// False: a message of this id was stored before, and nothing was changed.
-    pub is_new: bool,
-}
-
-/// The answer to a batch, in its order. It takes effect when the caller's transaction commits.
-#[derive(Debug, Clone, Default)]
-#[must_use = "whether a message was new is only known here"]
-pub struct Enqueued {
-    /// One entry a message.
-    pub stored: Vec<Stored>,
-}
-
-impl Enqueued {
-    /// How many messages were new.
-    pub fn new_messages(&self) -> usize {
-        self.stored.iter().filter(|stored| stored.is_new).count()
-    }
-}
-
 /// Stores messages through any `tokio_postgres` client or transaction, also one that goes through a pooler.
 ///
 /// ```no_run
@@ -250,6 +229,7 @@ impl Enqueued {
 pub struct Producer {
     outbox: String,
     inbox: String,
+    channels: Channels,
     max_message_bytes: usize,
 }
 
@@ -263,6 +243,7 @@ impl Producer {
         Ok(Self {
             outbox: statement::outbox(&schema),
             inbox: statement::inbox(&schema),
+            channels: Channels::of(&schema),
             max_message_bytes: Self::MAX_MESSAGE_BYTES,
         })
     }
@@ -281,7 +262,7 @@ impl Producer {
         messages: &[NewOutbox],
     ) -> Result<Enqueued, EnqueueError> {
         let drafts: Vec<&Draft> = messages.iter().map(|message| &message.0).collect();
-        self.store(client, &self.outbox, "destination", &drafts).await
+        self.store(client, Category::Outbox, &drafts).await
     }
 
     /// Stores messages to be handled. One trip, all or nothing, in the order given; messages seen before are left alone, also when
@@ -292,7 +273,7 @@ impl Producer {
         messages: &[NewInbox],
     ) -> Result<Enqueued, EnqueueError> {
         let drafts: Vec<&Draft> = messages.iter().map(|message| &message.0).collect();
-        self.store(client, &self.inbox, "handler", &drafts).await
+        self.store(client, Category::Inbox, &drafts).await
     }
 
     /// Checks a message as [`Self::outbox`] would, without storing it.
@@ -300,13 +281,20 @@ impl Producer {
         message.0.check("destination", self.max_message_bytes)
     }
 
+    pub(crate) fn channels(&self) -> &Channels {
+        &self.channels
+    }
+
     async fn store<C: GenericClient + Sync>(
         &self,
         client: &C,
-        text: &str,
-        name_field: &'static str,
+        category: Category,
         drafts: &[&Draft],
     ) -> Result<Enqueued, EnqueueError> {
+        let (text, name_field) = match category {
+            Category::Inbox => (&self.inbox, "handler"),
+            _ => (&self.outbox, "destination"),
+        };
         let columns = self.columns(name_field, drafts)?;
         if drafts.is_empty() {
             return Ok(Enqueued::default());
@@ -328,8 +316,11 @@ impl Producer {
             .map_err(refused)?;
         let fresh =
             rows.iter().map(|row| row.try_get(0)).collect::<Result<HashSet<Uuid>, _>>().map_err(refused)?;
-        let stored =
-            columns.ids.iter().map(|&message_id| Stored { message_id, is_new: fresh.contains(&message_id) });
+        let stored = columns.ids.iter().map(|&message_id| Stored {
+            message_id,
+            category,
+            is_new: fresh.contains(&message_id),
+        });
         Ok(Enqueued { stored: stored.collect() })
     }
 

@@ -7,17 +7,19 @@ use std::collections::HashMap;
 use std::future::Future;
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
-use workpump_actors::delivery::ExtendError;
+use workpump_actors::delivery::{ExtendError, LeaseHandle};
 use workpump_actors::runner::{Failure, Job, Runner};
-use workpump_actors::standing::Untrusted;
+use workpump_actors::standing::{Trust, Untrusted};
 use workpump_actors::work::FailureReason;
 
 /// One message to publish.
@@ -41,14 +43,103 @@ pub struct OutboxMessage {
     pub payload: Bytes,
     /// The metadata, as JSON text, if any.
     pub metadata: Option<Bytes>,
-    /// Fires when the lease is about to end: whatever is published later may be published again by another instance.
+    /// Fires when the lease is about to end or is lost: whatever is published later may be published again by another instance.
     pub cancel: CancellationToken,
+    hold: Hold,
+}
+
+/// What stands behind a message in a publisher's hands.
+#[derive(Debug, Clone)]
+enum Hold {
+    /// A lease.
+    Leased { lease: Arc<LeaseHandle>, trust: Trust },
+    /// Nothing: it was made by a test.
+    Free { deadline: Instant },
 }
 
 impl OutboxMessage {
+    /// How long a message made by [`OutboxMessage::for_test`] may take.
+    const FREE: Duration = Duration::from_hours(1);
+
+    /// A message for tests of publishers: the first attempt, without stream, destination or metadata, until you set them; due in an hour.
+    /// No lease stands behind it: [`extend`](Self::extend) gives it another hour, and [`ensure_trusted`](Self::ensure_trusted) agrees, both
+    /// until `cancel` fires.
+    ///
+    /// ```
+    /// # use workpump::OutboxMessage;
+    /// let mut message = OutboxMessage::for_test("order.placed", &serde_json::json!({ "order": 17 }));
+    /// message.destination = Some("orders".into());
+    /// message.attempts = 3;
+    /// ```
+    ///
+    /// # Panics
+    ///
+    /// When the payload does not serialize.
+    pub fn for_test(message_type: &str, payload: &(impl Serialize + ?Sized)) -> Self {
+        let payload = serde_json::to_vec(payload).expect("a payload that serializes");
+        Self {
+            message_id: Uuid::now_v7(),
+            stream_id: None,
+            message_type: message_type.into(),
+            destination: None,
+            instance_id: Uuid::now_v7(),
+            claim_epoch: 1,
+            attempts: 1,
+            payload: payload.into(),
+            metadata: None,
+            cancel: CancellationToken::new(),
+            hold: Hold::Free { deadline: Instant::now() + Self::FREE },
+        }
+    }
+
     /// The payload as a value of type `T`.
     pub fn decode<T: DeserializeOwned>(&self) -> Result<T, Failure> {
         decode(&self.payload)
+    }
+
+    /// When this publisher is told to stop with this message, unless its lease is renewed before: by itself at 0.8 of the lease, as often
+    /// as `lease_renewal.max_renewals_per_work` allows, or by [`extend`](Self::extend).
+    pub fn deadline(&self) -> Instant {
+        match &self.hold {
+            Hold::Leased { lease, .. } => lease.deadline(),
+            Hold::Free { deadline } => *deadline,
+        }
+    }
+
+    /// Has the lease renewed now and returns the new deadline, as the database has confirmed it. Uses up one of the renewals. The
+    /// messages leased before it in its stream go with it; for any other message of a batch ask that one.
+    ///
+    /// Leases are renewed by themselves while the publisher works; this is for one that wants to be sure before it begins something long.
+    pub async fn extend(&self) -> Result<Instant, ExtendError> {
+        match &self.hold {
+            Hold::Leased { lease, .. } => lease.extend().await,
+            Hold::Free { .. } if self.cancel.is_cancelled() => Err(ExtendError::Lost),
+            Hold::Free { .. } => Ok(Instant::now() + Self::FREE),
+        }
+    }
+
+    /// Proves at this moment that this instance is still a member and the lease of the message not over: to be awaited before it is handed
+    /// to a transport that cannot recognise a repetition. What it proves, and what it does not: [`Context::ensure_trusted`].
+    ///
+    /// # Errors
+    ///
+    /// When the lease is over or the instance was evicted, stop: the message is, or will be, somebody else's. When the database does not
+    /// confirm in time, nothing is known; a retry is the right answer.
+    pub async fn ensure_trusted(&self) -> Result<(), Untrusted> {
+        match &self.hold {
+            Hold::Leased { trust, .. } => prove(&self.cancel, trust).await,
+            Hold::Free { .. } if self.cancel.is_cancelled() => Err(Untrusted::LeaseOver),
+            Hold::Free { .. } => Ok(()),
+        }
+    }
+
+    /// Until when no peer can have taken this instance for dead, by the monotonic clock of this process. `None` before the first
+    /// heartbeat, and for a message of a test.
+    pub fn trusted_until(&self) -> Option<std::time::Instant> {
+        match &self.hold {
+            Hold::Leased { trust, .. } => trust.until(),
+            Hold::Free { .. } => None,
+        }
     }
 }
 
@@ -65,6 +156,7 @@ impl From<Job> for OutboxMessage {
             payload: job.work.payload,
             metadata: job.work.metadata,
             cancel: job.cancel,
+            hold: Hold::Leased { lease: job.lease, trust: job.trust },
         }
     }
 }
@@ -181,7 +273,7 @@ impl Context<'_> {
     /// When the lease is over or the instance was evicted, stop: the row is, or will be, somebody else's. When the database does not
     /// confirm in time, nothing is known; a retry is the right answer.
     pub async fn ensure_trusted(&self) -> Result<(), Untrusted> {
-        prove(self.job).await
+        prove(&self.job.cancel, &self.job.trust).await
     }
 
     /// Until when no peer can have taken this instance for dead, by the monotonic clock of this process. `None` before the first
@@ -209,12 +301,12 @@ impl Context<'_> {
     }
 }
 
-async fn prove(job: &Job) -> Result<(), Untrusted> {
-    if job.cancel.is_cancelled() {
+async fn prove(cancel: &CancellationToken, trust: &Trust) -> Result<(), Untrusted> {
+    if cancel.is_cancelled() {
         return Err(Untrusted::LeaseOver);
     }
-    job.trust.prove().await?;
-    if job.cancel.is_cancelled() { Err(Untrusted::LeaseOver) } else { Ok(()) }
+    trust.prove().await?;
+    if cancel.is_cancelled() { Err(Untrusted::LeaseOver) } else { Ok(()) }
 }
 
 /// Handles messages of one type.

@@ -4,6 +4,7 @@
 #[cfg(feature = "embedded")]
 pub mod embedded;
 
+mod commit;
 pub mod config;
 mod connect;
 pub mod doctor;
@@ -14,6 +15,7 @@ mod json;
 mod pg;
 mod pump;
 mod runtime;
+mod signal;
 mod status;
 
 pub mod supervision {
@@ -28,9 +30,16 @@ pub mod supervision {
     };
 }
 
+pub mod signals {
+    #![doc = include_str!("../docs/signals.md")]
+
+    pub use crate::signal::{BadTopic, Heard, Signal, SignalError, Signals, Subscribe, Topic, Unsubscribe};
+}
+
+pub use commit::{CommitError, Enqueued, Stored};
 pub use connect::{check_schema, connect, drop_schema};
 pub use doctor::{Diagnosis, doctor};
-pub use enqueue::{EnqueueError, Enqueued, InvalidMessage, NewInbox, NewOutbox, Producer, Stored};
+pub use enqueue::{EnqueueError, InvalidMessage, NewInbox, NewOutbox, Producer};
 pub use error::Error;
 pub use handler::{Context, Handler, OutboxMessage, Outcome, Publisher};
 pub use json::JsonError;

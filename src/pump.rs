@@ -3,21 +3,23 @@
 //! The rule: what cannot work is refused by [`Builder::start`] with an error that names it, and what has started stops cleanly, in
 //! reverse, by [`WorkPump::drain`]. The failure this prevents: a service that looks healthy and moves nothing.
 
+use std::borrow::Borrow;
 use std::sync::Arc;
 use std::time::Duration;
 
 use actix::Actor;
 use serde::de::DeserializeOwned;
-use tokio_postgres::Config;
+use tokio_postgres::{Config, Transaction};
 use workpump_actors::instance::{InstanceId, InstanceIdentity};
 use workpump_actors::message::{Account, GateReport};
 use workpump_actors::options::Options;
 use workpump_actors::port::{DeathWatch, Doorbell};
-use workpump_actors::registry::{Group, Placement, Registry, Spec};
+use workpump_actors::registry::{Group, Placement, Registry, Spec, StartFailed};
 use workpump_actors::runner::Runner;
-use workpump_actors::tree::{DrainReport, Engine, EngineParts};
+use workpump_actors::tree::{DrainReport, Engine, EngineParts, StartError};
 use workpump_actors::work::Category;
 
+use crate::commit::{CommitError, Enqueued, commit};
 use crate::connect::{check_schema, parse};
 use crate::enqueue::Producer;
 use crate::error::Error;
@@ -33,6 +35,7 @@ use crate::pg::session::Session;
 use crate::pg::sweep_store::PgSweepStore;
 use crate::pg::work_store::PgWorkStore;
 use crate::runtime::OwnRuntime;
+use crate::signal::{Hub, HubActor, Signals, Topic};
 
 /// How long the first heartbeat may take before the start counts as failed.
 const START_DEADLINE: Duration = Duration::from_secs(30);
@@ -158,6 +161,7 @@ impl Builder {
         // No session is opened where nobody watches.
         let watch = PgDeathWatch::new(&schema, direct.clone()).driven_by(io.handle());
         let watch = self.options.liveness.death_watch.then(|| Arc::new(watch) as Arc<dyn DeathWatch>);
+        let runs = self.runners.iter().map(|(category, _)| *category).collect();
         let engine = Engine::start(EngineParts {
             options: self.options,
             identity,
@@ -175,7 +179,9 @@ impl Builder {
             start_deadline: START_DEADLINE,
         })
         .await?;
-        Ok(WorkPump { engine, producer: Producer::new(&self.schema)?, _handlers: handlers, _io: io })
+        let hub = hear_signals(&engine).await?;
+        let producer = Producer::new(&self.schema)?;
+        Ok(WorkPump { engine, producer, runs, hub, _handlers: handlers, _io: io })
     }
 
     fn collect_runners(&mut self) -> Result<(), Error> {
@@ -219,6 +225,17 @@ impl Builder {
     }
 }
 
+/// Adds the actor that hears signals to the pump's own, on their thread: nothing of a user's can hold it up.
+async fn hear_signals(engine: &Engine) -> Result<Arc<Hub>, Error> {
+    let (hub, registry) = (Arc::new(Hub::default()), engine.registry());
+    let actor = HubActor::spec(&hub);
+    let none = |_| StartError::Child(StartFailed::NoSuchChild("notify_gate".into()));
+    let (subscribe, unsubscribe) = (registry.recipient().map_err(none)?, registry.recipient().map_err(none)?);
+    hub.connect(subscribe, unsubscribe, actor.addr().recipient());
+    registry.add("work", actor).await.map_err(StartError::Child)?;
+    Ok(hub)
+}
+
 fn host_name() -> String {
     let from_system = || std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
     let name = std::env::var("HOSTNAME").ok().or_else(from_system).unwrap_or_default();
@@ -236,6 +253,9 @@ fn handler_threads(options: &Options) -> usize {
 pub struct WorkPump {
     engine: Engine,
     producer: Producer,
+    /// What this instance has runners for.
+    runs: Vec<Category>,
+    hub: Arc<Hub>,
     // Dropped last, in this order: handlers may still be running, and sessions serve the last settlements.
     _handlers: OwnRuntime,
     _io: OwnRuntime,
@@ -283,9 +303,54 @@ impl WorkPump {
         &self.producer
     }
 
-    /// Claims at once, whatever the poll interval: call it after the commit of a transaction that stored work.
+    /// Commits a transaction that stored work and, when something of it is for this pump to run, claims at once. Several batches add up:
+    /// `pump.commit(transaction, orders + letters)`.
+    ///
+    /// One round trip, as any commit. Unlike a plain one it is an error when the server rolls back because an earlier statement of the
+    /// transaction had failed. Meant for the outermost transaction: what commits a savepoint is not visible yet. Dropping the future leaves
+    /// it open whether the transaction is committed.
+    ///
+    /// Work for other instances is rung for by the database, with this and with every other commit. Work that is scheduled for later comes
+    /// in its time.
+    ///
+    /// # Errors
+    ///
+    /// [`CommitError::RolledBack`]: nothing was written, and nobody is woken. [`CommitError::Unknown`]: the answer was lost; in case it is
+    /// committed, the pump looks.
+    pub async fn commit(
+        &self,
+        transaction: Transaction<'_>,
+        enqueued: impl Borrow<Enqueued>,
+    ) -> Result<(), CommitError> {
+        let committed = commit(transaction).await;
+        if !matches!(committed, Err(CommitError::RolledBack { .. })) {
+            self.committed(enqueued);
+        }
+        committed
+    }
+
+    /// For transactions that were committed in another way, such as those of pools that wrap them: claims at once when something of it is
+    /// for this pump to run, and says whether it does.
+    pub fn committed(&self, enqueued: impl Borrow<Enqueued>) -> bool {
+        let wakes = enqueued.borrow().brings_any_of(&self.runs);
+        if wakes {
+            self.wake();
+        }
+        wakes
+    }
+
+    /// Claims at once, whatever the poll interval: for work that was stored without a [`Producer`], after its commit.
     pub fn wake(&self) {
         self.engine.request_immediate_poll();
+    }
+
+    /// Hears the signals of a topic in this pump's schema, for as long as the stream is kept. The first word is
+    /// [`Signal::Listening`](crate::signals::Signal::Listening); it does not come while there is no direct session, so not at all behind a
+    /// pooler only: [`gate`](Self::gate) says why. See [`crate::signals`].
+    ///
+    /// Any number of topics and streams share the pump's one direct session.
+    pub fn subscribe<T>(&self, topic: &Topic<T>) -> Signals<T> {
+        Signals::new(topic, &self.hub, self.producer.channel(topic))
     }
 
     /// What is known of the notify gate: whether NOTIFY is proven to reach this pump, why not, and when that was last proven. Asks nobody.

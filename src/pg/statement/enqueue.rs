@@ -32,3 +32,6 @@ pub(crate) fn inbox(schema: &SchemaName) -> String {
          ORDER BY n ON CONFLICT (message_id) DO NOTHING RETURNING message_id"
     )
 }
+
+/// Fails in a transaction in which a statement has failed, and does nothing in any other.
+pub(crate) const STILL_IN_ORDER: &str = "SELECT 1";
