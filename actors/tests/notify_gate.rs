@@ -54,6 +54,7 @@ impl Gate {
             heartbeat,
             connected,
         };
+        gate.standing.set_heartbeat(gate.heartbeat.enabled);
         gate.begin();
         gate
     }

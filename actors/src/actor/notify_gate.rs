@@ -8,6 +8,7 @@
 
 mod hears;
 mod session;
+mod switch;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -162,7 +163,8 @@ impl NotifyGateActor {
     /// Whether the lock is wanted at all.
     fn wants_lock(&self) -> bool {
         let beat = &self.parts.heartbeat;
-        beat.enabled && beat.liveness_source_mode == LivenessSourceMode::AdvisoryLockWhenAvailable
+        self.parts.standing.wants_heartbeat()
+            && beat.liveness_source_mode == LivenessSourceMode::AdvisoryLockWhenAvailable
     }
 
     fn connect(&mut self, ctx: &mut Context<Self>) {

@@ -26,7 +26,7 @@ use crate::actor::warden::{CatchUp, Told, WardenActor};
 use crate::lane::{Crew, CrewParts};
 use crate::message::{
     AliveLockChanged, BeatNow, Evicted, ExtendLease, Fence, GateChanged, Pause, PingNow,
-    RequestImmediatePoll, Resume, Settle, SubscribeToEvictions, SweepNow, TrustProven, Unfence,
+    RequestImmediatePoll, Resume, SetHeartbeat, Settle, SubscribeToEvictions, SweepNow, TrustProven, Unfence,
 };
 use crate::options::Options;
 use crate::policy::retry::RetryPolicy;
@@ -133,6 +133,11 @@ impl Specs {
                 notify_gate.addr().recipient(),
             ],
             probe: vec![notify_gate.addr().recipient(), heartbeat.addr().recipient()],
+            switched: vec![
+                claim.addr().recipient(),
+                heartbeat.addr().recipient(),
+                notify_gate.addr().recipient(),
+            ],
         };
         let rebirth = Arc::new(Rebirth {
             lives: Arc::clone(&wiring.lives),
@@ -192,6 +197,7 @@ fn warden(lives: Arc<Lives>, links: Arc<OnceLock<(Told, Arc<Rebirth>)>>) -> Spec
     .provides::<Unfence>()
     .provides::<Evicted>()
     .provides::<PingNow>()
+    .provides::<SetHeartbeat>()
 }
 
 fn notify_gate(

@@ -34,7 +34,7 @@ pub(super) struct Pings {
     pub(super) next: Alarm,
     /// When the last one was sent.
     pub(super) last: Option<Instant>,
-    under_way: bool,
+    pub(super) under_way: bool,
     again: bool,
 }
 
