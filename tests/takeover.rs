@@ -19,9 +19,6 @@ use tokio::time::{Instant, sleep};
 /// Rows in the hands of whoever is to die.
 const ROWS: u32 = 200;
 
-/// More than are started together.
-const MANY: u32 = 1_000;
-
 /// One measurement at a time.
 static ALONE: Mutex<()> = Mutex::const_new(());
 
@@ -114,33 +111,6 @@ async fn a_single_instance_that_is_killed_and_started_again_takes_its_own_rows_b
         &mut took,
         Duration::from_secs(36),
     );
-}
-
-/// Drains one that can finish nothing; how soon another one has the first of its rows.
-async fn drain_one() -> Duration {
-    let db = common::database().await;
-    let control = db.connect().await;
-    let leaver = stuck_with(&control, db.url(), MANY, &[]).await;
-    let peer = Relay::start(&control, db.url(), To::Stuck, &[]).await;
-    declared(&control, &[&leaver, &peer]).await;
-    leaver.signal("TERM");
-    let began = Instant::now();
-    let took = taken_over(&control, &[leaver.id], MANY.into(), began).await;
-    // Whatever has not been started was not charged.
-    let charged = format!("select max(attempts) from wh_outbox where instance_id = '{}'", peer.id);
-    assert_eq!(value::<i32>(&control, &charged).await, 1);
-    assert_eq!(evictions(&control).await, []);
-    took
-}
-
-#[tokio::test]
-async fn what_a_leaving_instance_has_not_started_is_with_others_at_once() {
-    let _alone = ALONE.lock().await;
-    let mut took = Vec::new();
-    for _ in 0..runs(50).min(2 * scale()) {
-        took.push(drain_one().await);
-    }
-    within("graceful shutdown", &mut took, Duration::from_secs(1));
 }
 
 #[tokio::test]
