@@ -62,53 +62,75 @@ set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off s
 set plan_cache_mode = force_generic_plan
 as $wh_body$
 declare
-    v_unharmed uuid[];
-    v_crashed uuid[];
+    v_unharmed tid[];
+    v_crashed tid[];
+    v_hint jsonb := nullif(current_setting('@hint@', true), '')::jsonb;
+    v_until timestamptz;
+    v_last timestamptz;
+    v_done int := 0;
 begin
-    with held as materialized (
-        select w.@id@ as id, w.seq, @order_key@
-        from @ns@.@table@ w
-        where w.instance_id = p_instance and w.@done@ is null and w.claimable_at is not null
-        order by w.claimable_at
-        limit p_max_rows
-        for update skip locked
-    )
-    select array_agg(j.id) filter (where not j.crashed), array_agg(j.id) filter (where j.crashed)
-    into v_unharmed, v_crashed
-    from (
-        select h.id, p_crashed
-            and not exists (select 1 from @ns@.@table@ w
-                where @same_key@ and w.seq < h.seq and w.@done@ is null and w.claimable_at is null)
-            and not exists (select 1 from @ns@.@table@ w
-                where @same_key@ and w.seq < h.seq and w.@done@ is null and w.instance_id is not null and w.stream_id is not null)
-            and not exists (select 1 from @ns@.@table@ w
-                where @same_key@ and w.seq < h.seq and w.@done@ is null and w.instance_id is null and w.claimable_at is not null
-                    and w.stream_id is not null) as crashed
-        from held h
-        offset 0
-    ) j;
-    update @ns@.@table@ w set instance_id = null, lease_expiry = null where w.@id@ = any (v_unharmed);
-    update @ns@.@table@ w
-    set instance_id = null, lease_expiry = null, crash_count = w.crash_count + 1,
-        failure_reason = case when w.error is null then 6 else w.failure_reason end,
-        error = coalesce(w.error, 'abandoned: instance ' || p_instance || ' ended while it held this row')
-    where w.@id@ = any (v_crashed);
-    return coalesce(cardinality(v_unharmed), 0) + coalesce(cardinality(v_crashed), 0);
+    if p_max_rows < 1 then
+        return 0;
+    end if;
+    if v_hint ->> 'instance' = p_instance::text then
+        v_until := (v_hint ->> 'until')::timestamptz;
+    end if;
+    loop
+        with held as materialized (
+            select w.ctid as id, w.seq, w.claimable_at, @order_key@
+            from @ns@.@table@ w
+            where w.instance_id = p_instance and w.@done@ is null and w.claimable_at <= coalesce(v_until, 'infinity')
+            order by w.claimable_at desc
+            limit p_max_rows - v_done
+            for update skip locked
+        )
+        select array_agg(j.id) filter (where not j.crashed), array_agg(j.id) filter (where j.crashed), min(j.claimable_at)
+        into v_unharmed, v_crashed, v_last
+        from (
+            select h.id, h.claimable_at, p_crashed
+                and not exists (select 1 from @ns@.@table@ w
+                    where @same_key@ and w.seq < h.seq and w.@done@ is null and w.claimable_at is null)
+                and not exists (select 1 from @ns@.@table@ w
+                    where @same_key@ and w.seq < h.seq and w.@done@ is null and w.instance_id is not null and w.stream_id is not null)
+                and not exists (select 1 from @ns@.@table@ w
+                    where @same_key@ and w.seq < h.seq and w.@done@ is null and w.instance_id is null and w.claimable_at is not null
+                        and w.stream_id is not null) as crashed
+            from held h
+            offset 0
+        ) j;
+        -- They are locked, so they stay where they are.
+        update @ns@.@table@ w set instance_id = null, lease_expiry = null where w.ctid = any (v_unharmed);
+        update @ns@.@table@ w
+        set instance_id = null, lease_expiry = null, crash_count = w.crash_count + 1,
+            failure_reason = case when w.error is null then 6 else w.failure_reason end,
+            error = coalesce(w.error, 'abandoned: instance ' || p_instance || ' ended while it held this row')
+        where w.ctid = any (v_crashed);
+        v_done := v_done + coalesce(cardinality(v_unharmed), 0) + coalesce(cardinality(v_crashed), 0);
+        exit when v_done >= p_max_rows or v_until is null;
+        -- Whoever was locked when the walk came by.
+        v_until := null;
+    end loop;
+    if v_last is not null then
+        perform set_config('@hint@', jsonb_build_object('instance', p_instance, 'until', v_last)::text, false);
+    end if;
+    return v_done;
 end $wh_body$$wh_template$;
     v_row record;
 begin
     for v_row in
         select * from (values
-            ('outbox', 'wh_outbox', 'message_id', 'processed_at', 'w.stream_id', 'w.stream_id = h.stream_id'),
-            ('inbox', 'wh_inbox', 'message_id', 'processed_at', 'w.stream_id', 'w.stream_id = h.stream_id'),
-            ('perspective_event', 'wh_perspective_events', 'event_work_id', 'processed_at', 'w.stream_id, w.perspective_name',
+            ('outbox', 'wh_outbox', 'processed_at', 'w.stream_id', 'w.stream_id = h.stream_id'),
+            ('inbox', 'wh_inbox', 'processed_at', 'w.stream_id', 'w.stream_id = h.stream_id'),
+            ('perspective_event', 'wh_perspective_events', 'processed_at', 'w.stream_id, w.perspective_name',
                 'w.stream_id = h.stream_id and w.perspective_name = h.perspective_name'),
-            ('receptor', 'wh_receptor_processing', 'id', 'completed_at', 'w.stream_id, w.receptor_name',
+            ('receptor', 'wh_receptor_processing', 'completed_at', 'w.stream_id, w.receptor_name',
                 'w.stream_id = h.stream_id and w.receptor_name = h.receptor_name')
-        ) as t (category, tab, id, done, order_key, same_key)
+        ) as t (category, tab, done, order_key, same_key)
     loop
         execute replace(replace(replace(replace(replace(replace(replace(v_template,
-            '@category@', v_row.category), '@table@', v_row.tab), '@id@', v_row.id), '@done@', v_row.done),
+            -- Per schema, since sessions behind a pooler are shared.
+            '@hint@', 'workpump.release_' || v_row.category || '_' || left(md5(@schema_text@), 8)),
+            '@category@', v_row.category), '@table@', v_row.tab), '@done@', v_row.done),
             '@order_key@', v_row.order_key), '@same_key@', v_row.same_key),
             -- Last, so that no schema name is taken for a placeholder.
             '@ns@', quote_ident(@schema_text@));

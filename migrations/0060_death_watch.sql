@@ -18,14 +18,17 @@ end $wh$;
 -- wh_watch: returns (peer, since) as soon as the alive-lock of a declared holder came free, or nulls after p_wait. One statement per
 -- re-arm; call it outside a transaction block. First, unless p_census is false, the suspects that nobody waits for (watcher and peer
 -- died together, a single instance was killed and restarted): members that declared the lock while nobody holds it. Then the ring
--- successor: the next holder by id. A COMMIT between slices: one long wait would pin xmin and slow every claim down. No `set` clause
+-- successor: the next holder by id. Whoever was waited for before a nearer one came stays under observation until the call ends: the
+-- newcomer is his watcher from now on, but its own watch begins some moments later. A COMMIT between slices: one long wait would pin xmin and slow every claim down. No `set` clause
 -- here, because PostgreSQL forbids COMMIT under one; every name is qualified instead.
 create procedure @schema@.wh_watch(p_me uuid, p_wait interval, out peer uuid, out since timestamptz, p_census boolean default true)
 language plpgsql as $wh$
 declare
     v_until constant timestamptz := pg_catalog.clock_timestamp() operator(pg_catalog.+) p_wait;
     v_peer uuid;
+    v_next uuid;
     v_held boolean;
+    v_former uuid[] := '{}';
 begin
     if p_census then
         select m.instance_id into peer
@@ -43,13 +46,17 @@ begin
     end if;
     loop
         -- Whoever was waited for and holds the lock no more died between two slices: he comes before all others.
-        select m.instance_id, h.key is not null into v_peer, v_held
+        select m.instance_id, h.key is not null into v_next, v_held
         from @schema@.wh_service_instances m
         left join @schema@.wh_held_keys() h on h.key operator(pg_catalog.=) @schema@.wh_alive_key(m.instance_id)
         where m.lock_declared and m.instance_id operator(pg_catalog.<>) p_me
-          and (h.key is not null or m.instance_id operator(pg_catalog.=) v_peer)
+          and (h.key is not null or m.instance_id operator(pg_catalog.=) v_peer or m.instance_id operator(pg_catalog.=) any (v_former))
         order by h.key is not null, m.instance_id operator(pg_catalog.<) p_me, m.instance_id
         limit 1;
+        if v_peer is not null and v_peer operator(pg_catalog.<>) v_next and v_peer operator(pg_catalog.<>) all (v_former) then
+            v_former := pg_catalog.array_append(v_former, v_peer);
+        end if;
+        v_peer := v_next;
         if v_peer is null then
             perform pg_catalog.pg_sleep(0.1);
         elsif not v_held or @schema@.wh_watch_slice(@schema@.wh_alive_key(v_peer)) then

@@ -364,10 +364,26 @@ impl WorkPump {
         self.engine.probe_gate().await
     }
 
-    /// False while the pump takes no work: not registered yet, fenced, evicted until it is a member under a fresh id, or draining. For
-    /// readiness checks.
+    /// False while the pump takes no work: not registered yet, fenced, evicted until it is a member under a fresh id, its heartbeat
+    /// switched off, an actor down, or draining. For readiness checks; [`WorkPump::not_ready_because`] says why.
     pub fn is_ready(&self) -> bool {
         self.engine.is_ready()
+    }
+
+    /// Every reason why [`WorkPump::is_ready`] is false, for the log and the body of a readiness check; `None` while it is true. Claims
+    /// that are disabled make no pump unready, and are named only beside another reason.
+    pub fn not_ready_because(&self) -> Option<String> {
+        self.engine.not_ready_because()
+    }
+
+    /// Switches the heartbeat on or off at run time: the option `heartbeat.enabled`, a kill-switch. Returns at once; every incarnation and
+    /// every later id of this pump goes by it.
+    ///
+    /// Off: no more beats and no claims, the alive-lock is let go, so peers take this instance for dead after the grace and take its rows
+    /// over. Handlers go on until it can no longer prove its leases; then it is fenced as after a cut. An eviction is not followed
+    /// by a fresh id. On: it beats again under its id, or under a fresh one when that was evicted.
+    pub fn set_heartbeat(&self, enabled: bool) {
+        self.engine.set_heartbeat(enabled);
     }
 
     /// Accounts of all actors, each of itself: state, counters, last error, last success.

@@ -93,6 +93,32 @@ async fn a_death_between_two_slices_of_the_wait_is_seen_too() {
     assert_eq!(peer, Some(instance(2)));
 }
 
+/// Who joins is the watcher of the first one from then on, and its own watch begins some moments later: here, never.
+#[tokio::test]
+async fn a_death_in_the_first_moments_of_its_new_watcher_is_seen_by_the_one_before() {
+    let db = common::database().await;
+    let control = db.connect().await;
+    let first = holder(&db, instance(1)).await;
+    let (_third, watching) = (holder(&db, instance(3)).await, db.connect().await);
+    let watching_pid = sql::pid(&watching).await;
+    let waits_for = |id: Uuid| {
+        format!(
+            "select count(*) = 1 from pg_locks where pid = {watching_pid} and not granted and locktype = 'advisory' \
+             and (classid::bigint << 32) | objid::bigint = wh_alive_key('{id}')"
+        )
+    };
+    let meanwhile = async {
+        until(&control, &waits_for(instance(1))).await;
+        let fourth = holder(&db, instance(4)).await;
+        until(&control, &waits_for(instance(4))).await;
+        kill(&control, &first).await;
+        fourth
+    };
+    let (peer, _fourth) =
+        futures_util::future::join(watch(&watching, instance(3), "3 min", false), meanwhile).await;
+    assert_eq!(peer, Some(instance(1)));
+}
+
 #[tokio::test]
 async fn several_watchers_of_one_peer_are_all_told() {
     let db = common::database().await;

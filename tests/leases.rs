@@ -254,6 +254,29 @@ async fn a_restart_of_the_server_leaves_a_long_handler_its_row() {
 }
 
 #[tokio::test]
+async fn renewals_that_fail_until_the_deadline_stop_the_handler_in_time_and_its_row_is_issued_once_more() {
+    let mut lab = Lab::new().await;
+    lab.store([0], None).await;
+    let pump = lab.pump(roomy(), false, false).await;
+    assert_eq!(lab.next().await, Event::Started { number: 0, attempts: 1 });
+    // Every renewal is an error from here on, which says nothing about the lease.
+    lab.client.batch_execute("alter function renew_work rename to gone").await.expect("it is gone");
+    assert_eq!(lab.next().await, Event::Cancelled { number: 0 });
+    let left = "select extract(epoch from lease_expiry - clock_timestamp())::text from wh_inbox";
+    let left = lab.text(left).await;
+    // It may be written by now that it has to be tried again; else the lease still stands.
+    assert!(left.is_empty() || left.parse::<f64>().expect("seconds") > 0.0, "{left}");
+    assert!(renewal(&pump, "failed_flushes").await >= 1);
+    lab.client.batch_execute("alter function gone rename to renew_work").await.expect("it is back");
+    assert_eq!(lab.next().await, Event::Started { number: 0, attempts: 2 });
+    lab.go.notify_one();
+    assert_eq!(lab.next().await, Event::Done { number: 0 });
+    lab.until("select count(*) = 0 from wh_inbox").await;
+    assert_eq!(renewal(&pump, "renewed").await, 0);
+    pump.drain().await;
+}
+
+#[tokio::test]
 async fn after_the_cap_a_hung_handler_is_stopped_and_its_row_is_issued_again() {
     let mut lab = Lab::new().await;
     lab.store([0], None).await;

@@ -4,9 +4,12 @@
 mod common;
 mod fleet;
 
+use std::time::Duration;
+
 use common::scale;
 use common::wait::eventually;
-use fleet::{Relay, To, evictions, held, run, stuck_with, until, value};
+use fleet::{Relay, To, evictions, held, run, stuck_with, taken_over, until, value};
+use tokio::time::{Instant, sleep};
 use tokio_postgres::Client;
 use uuid::Uuid;
 
@@ -80,10 +83,51 @@ async fn a_process_that_was_stopped_for_less_than_its_peers_wait_goes_on_as_if_n
     fleet::settled(&control, &[&sleeper, &peer]).await;
     sleeper.signal("STOP");
     // Its kernel answers for it, so its lock stays; and its beat is not stale yet.
-    tokio::time::sleep(std::time::Duration::from_secs(8)).await;
+    sleep(Duration::from_secs(8)).await;
     sleeper.signal("CONT");
     sleeper.unstick();
     until(&control, "select count(*) = 0 from wh_outbox").await;
     assert_eq!(evictions(&control).await, []);
     assert!(sleeper.drain().await.success() && peer.drain().await.success());
+}
+
+/// Nothing is made old by hand here, and the heartbeat is that of the defaults. Only the lease is longer than usual: else its end would
+/// bring the rows back in the same minute.
+#[tokio::test]
+async fn a_process_that_stays_stopped_is_dead_after_five_minutes_although_its_lock_is_held() {
+    if scale() < 10 {
+        return println!("skipped: it takes five minutes (WORKPUMP_TEST_SCALE=10)");
+    }
+    let lease = [("WORKPUMP_CLAIM_LEASE_SECONDS", "1800")];
+    let db = common::database().await;
+    let control = db.connect().await;
+    let mut zombie = stuck_with(&control, db.url(), ROWS, &lease).await;
+    let heirs = [
+        Relay::start(&control, db.url(), To::Nowhere, &lease).await,
+        Relay::start(&control, db.url(), To::Nowhere, &lease).await,
+    ];
+    fleet::settled(&control, &[&zombie, &heirs[0], &heirs[1]]).await;
+    zombie.signal("STOP");
+    let stopped = Instant::now();
+    let silent = format!(
+        "select extract(epoch from clock_timestamp() - last_heartbeat_at)::float8 from wh_service_instances where instance_id = '{}'",
+        zombie.id
+    );
+    let silent: f64 = value(&control, &silent).await;
+    // Its last beat was at most a minute ago, so nobody may take it for dead before four minutes have passed.
+    sleep(Duration::from_secs(235)).await;
+    assert_eq!((evictions(&control).await, held(&control, zombie.id).await), (vec![], i64::from(ROWS)));
+    let took = taken_over(&control, &[zombie.id], ROWS.into(), stopped).await;
+    println!(
+        "a process that was stopped {silent:.1} s after its last beat: its rows were with others {took:.1?} after the stop"
+    );
+    until(&control, "select count(*) = 0 from wh_outbox").await;
+    assert_eq!(evictions(&control).await, [(zombie.id, "definitive-dead".to_owned())]);
+    assert!(took >= Duration::from_secs(300).saturating_sub(Duration::from_secs_f64(silent)));
+    // The five minutes, and a sweep by anybody.
+    assert!(took <= Duration::from_secs(300 + 72 + 10), "{took:?}");
+    zombie.unstick();
+    zombie.signal("CONT");
+    eventually("the zombie learns of its end", async || zombie.log().contains("was evicted")).await;
+    assert!(zombie.drain().await.success());
 }

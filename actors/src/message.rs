@@ -195,6 +195,20 @@ pub struct TrustProven {
 #[rtype(result = "()")]
 pub struct PingNow;
 
+/// Switch the heartbeat on or off, for all lives to come: `heartbeat.enabled` at run time.
+///
+/// Off: no beat is sent any more, the alive-lock is let go and nothing is claimed, so that peers take over once they see this instance as
+/// dead; rows in hand go on for as long as this instance is trusted; and an eviction is not followed by a fresh id. On: it beats again, under its
+/// old id or, when that was evicted, a fresh one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
+#[rtype(result = "()")]
+pub struct SetHeartbeat(pub bool);
+
+/// The heartbeat was switched on or off; the standing says which.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
+#[rtype(result = "()")]
+pub struct HeartbeatSwitched;
+
 /// The instance was evicted: its id is burnt, and nothing may be claimed, run or written under it any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
 #[rtype(result = "()")]

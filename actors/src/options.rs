@@ -104,7 +104,7 @@ pub struct HeartbeatOptions {
     /// Whether the alive-lock may slow the beat. Default `AdvisoryLockWhenAvailable`.
     pub liveness_source_mode: LivenessSourceMode,
     /// Kill-switch. Default true. False: the instance sends no beat, takes no alive-lock, never registers and so never claims, is not
-    /// ready, and says why when it is observed.
+    /// ready, and says why when it is asked. It can be switched at run time, by `WorkPump::set_heartbeat`; this is where it begins.
     pub enabled: bool,
 }
 

@@ -50,6 +50,7 @@ pub struct Standing {
 struct Wishes {
     paused: Flag,
     draining: Flag,
+    heartbeat_off: watch::Sender<bool>,
 }
 
 #[derive(Debug, Default)]
@@ -147,6 +148,22 @@ impl Standing {
         self.wishes.draining.is_set()
     }
 
+    /// Switches the heartbeat on or off, for this life and all that follow.
+    pub fn set_heartbeat(&self, enabled: bool) {
+        self.wishes.heartbeat_off.send_replace(!enabled);
+    }
+
+    /// Whether this instance may beat, hold its alive-lock, claim, and come back under a fresh id.
+    pub fn wants_heartbeat(&self) -> bool {
+        !*self.wishes.heartbeat_off.borrow()
+    }
+
+    /// Waits until it may.
+    pub(crate) async fn heartbeat_wanted(&self) {
+        // The sender lives as long as this.
+        let _ = self.wishes.heartbeat_off.subscribe().wait_for(|off| !*off).await;
+    }
+
     /// Whether nothing new may ever be taken in hand again.
     pub fn is_over(&self) -> bool {
         self.is_evicted() || self.is_draining()
@@ -154,7 +171,27 @@ impl Standing {
 
     /// Whether rows may be claimed now, as far as the instance goes.
     pub fn may_claim(&self) -> bool {
-        !self.is_fenced() && !self.is_paused() && !self.is_over()
+        !self.is_fenced() && !self.is_paused() && !self.is_over() && self.wants_heartbeat()
+    }
+}
+
+/// What keeps it from working.
+impl Standing {
+    /// Every reason why it is no member that works, in words; none while it is one.
+    pub fn why_no_member(&self) -> Vec<String> {
+        let mut reasons = Vec::new();
+        let mut say = |when: bool, why: &str| {
+            if when {
+                reasons.push(why.to_owned());
+            }
+        };
+        say(self.is_draining(), "it is draining");
+        say(self.is_evicted(), "it was evicted, and has no fresh id yet");
+        say(!self.wants_heartbeat(), "its heartbeat is disabled (`heartbeat.enabled`)");
+        say(!self.is_registered(), "it is not registered: no heartbeat was accepted yet");
+        let fenced = self.is_registered() && self.is_fenced();
+        say(fenced, "it is fenced: it cannot prove that its leases are its own");
+        reasons
     }
 }
 
@@ -263,7 +300,8 @@ mod tests {
 
     #[test]
     fn each_of_fence_pause_drain_and_eviction_stops_claims() {
-        for stop in [Standing::fence, Standing::pause, Standing::drain, Standing::evict] {
+        let switch_off = |standing: &Standing| standing.set_heartbeat(false);
+        for stop in [Standing::fence, Standing::pause, Standing::drain, Standing::evict, switch_off] {
             let standing = Standing::default();
             standing.unfence();
             stop(&standing);
@@ -295,7 +333,8 @@ mod tests {
         assert_eq!((second.alive_lock(), second.gate()), (AliveLock::NoSource, Gate::Available));
         first.pause();
         second.drain();
-        assert!(second.is_paused() && first.is_draining());
+        first.set_heartbeat(false);
+        assert!(second.is_paused() && first.is_draining() && !second.wants_heartbeat());
     }
 
     #[test]

@@ -25,7 +25,7 @@ use tokio::runtime::Handle;
 
 use crate::actor::warden::CatchUp;
 use crate::instance::{AliveLock, InstanceId, InstanceIdentity};
-use crate::message::{Account, Drain, GateReport, Observe, ProbeNow, RequestImmediatePoll};
+use crate::message::{Account, Drain, GateReport, Observe, ProbeNow, RequestImmediatePoll, SetHeartbeat};
 use crate::options::{Options, OptionsError};
 use crate::port::{
     DeathWatch, DirectConnector, Doorbell, InstanceStore, ProducersRoute, RenewalStore, SweepStore, WorkStore,
@@ -99,6 +99,8 @@ pub struct Engine {
     lives: Arc<Lives>,
     drainer: Arc<Drainer>,
     observed: Vec<Recipient<Observe>>,
+    /// Whether claims are enabled.
+    claims: bool,
 }
 
 impl Engine {
@@ -118,6 +120,7 @@ impl Engine {
         let (start_deadline, mut parts) = (parts.start_deadline, parts);
         let users = std::mem::replace(&mut parts.users, Group::new("users"));
         let drain_deadline = Duration::from_secs(parts.options.dispatch.drain_deadline_seconds.into());
+        let claims = parts.options.claim.enabled;
         let specs = Specs::new(parts, Arc::clone(&lives));
         let (lease_renewal, notify_gate) = (specs.lease_renewal.addr(), specs.notify_gate.addr());
         let (heartbeat, settle) = (specs.heartbeat.addr(), specs.settle.addr());
@@ -148,7 +151,7 @@ impl Engine {
             stale_sweep.recipient(),
             claim.recipient(),
         ];
-        Ok(Self { registry, lives, drainer, observed })
+        Ok(Self { registry, lives, drainer, observed, claims })
     }
 
     /// The tree of actors: addresses, health, events. For users' own actors and for whoever watches.
@@ -191,11 +194,35 @@ impl Engine {
     }
 
     /// Whether it is a member and works, and every actor with it: false before the first accepted heartbeat, while fenced, while an actor
-    /// is being restarted or was given up, from an eviction to the first accepted heartbeat under the next id, and for good after a drain.
-    /// [`Registry::health`] says who is not well.
+    /// is being restarted or was given up, from an eviction to the first accepted heartbeat under the next id, while the heartbeat is
+    /// switched off, and for good after a drain. [`Engine::not_ready_because`] says why, [`Registry::health`] who is not well.
     pub fn is_ready(&self) -> bool {
+        self.lives.current().standing.why_no_member().is_empty() && self.registry.health().is_ready()
+    }
+
+    /// Every reason why [`Engine::is_ready`] is false, one after the other; `None` while it is true. What was switched off on purpose and
+    /// makes nobody unready (claims) is named too when there is another reason.
+    pub fn not_ready_because(&self) -> Option<String> {
         let standing = &self.lives.current().standing;
-        !standing.is_fenced() && !standing.is_over() && self.registry.health().is_ready()
+        let mut reasons = standing.why_no_member();
+        let health = self.registry.health();
+        if !health.is_ready() {
+            reasons.push(health.to_string());
+        }
+        if reasons.is_empty() {
+            return None;
+        }
+        if !self.claims {
+            reasons.push("claims are disabled (`claim.enabled`)".to_owned());
+        }
+        Some(reasons.join("; "))
+    }
+
+    /// Switches the heartbeat on or off: see [`SetHeartbeat`]. Returns at once.
+    pub fn set_heartbeat(&self, enabled: bool) {
+        // Here already, so that whoever asks next whether it is ready gets the answer.
+        self.lives.current().standing.set_heartbeat(enabled);
+        self.tell(SetHeartbeat(enabled));
     }
 
     /// The id it is known by now. Another one after an eviction; no id is used twice.

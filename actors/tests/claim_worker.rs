@@ -127,6 +127,12 @@ fn without_a_heartbeat_nothing_is_claimed() {
         sleep(Duration::from_mins(10)).await;
         assert!(store.calls().is_empty(), "{:?}", store.calls());
         assert!(!engine.is_ready());
+        assert_eq!(
+            engine.not_ready_because().as_deref(),
+            Some(
+                "its heartbeat is disabled (`heartbeat.enabled`); it is not registered: no heartbeat was accepted yet"
+            )
+        );
         assert!(!engine.drain().await.deregistered);
         assert!(store.calls().is_empty());
     });

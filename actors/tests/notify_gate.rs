@@ -56,6 +56,7 @@ impl Gate {
             heartbeat,
             connected,
         };
+        gate.standing.set_heartbeat(gate.heartbeat.enabled);
         gate.begin();
         gate
     }

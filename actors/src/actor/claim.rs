@@ -395,8 +395,9 @@ impl ClaimActor {
     fn state(&self) -> &'static str {
         match self.phase {
             _ if self.parts.standing.is_over() => "stopped",
+            Phase::Claiming if !self.may_claim() => "claiming for the last time",
             _ if !self.parts.options.claim.enabled => "disabled",
-            _ if !self.parts.options.heartbeat.enabled => "disabled with the heartbeat: it never registers",
+            _ if !self.parts.standing.wants_heartbeat() => "disabled with the heartbeat",
             _ if self.parts.standing.is_fenced() => "fenced",
             _ if self.parts.standing.is_paused() => "paused",
             Phase::Parked => "parked",

@@ -15,7 +15,8 @@ use tokio::sync::oneshot;
 use crate::delivery::InFlight;
 use crate::instance::{AliveLock, Gate, InstanceIdentity};
 use crate::message::{
-    Account, AliveLockChanged, BeatNow, Drain, Drained, Evicted, Fence, GateChanged, Observe, Unfence,
+    Account, AliveLockChanged, BeatNow, Drain, Drained, Evicted, Fence, GateChanged, HeartbeatSwitched,
+    Observe, Unfence,
 };
 use crate::options::HeartbeatOptions;
 use crate::policy::beat::BeatCadence;
@@ -72,7 +73,7 @@ impl std::fmt::Debug for HeartbeatParts {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// Never beats.
+    /// Does not beat while the heartbeat is switched off.
     Disabled,
     /// Waits for the schema.
     Schema,
@@ -125,15 +126,9 @@ impl HeartbeatActor {
     /// Looks for the schema as soon as it is started. One that comes after another beats at once, as that one may have died of its beat,
     /// and never when the instance has left or was evicted.
     pub fn new(parts: HeartbeatParts, store: Arc<dyn InstanceStore>) -> Self {
-        let phase = match &parts.standing {
-            _ if !parts.options.enabled => Phase::Disabled,
-            standing if standing.is_evicted() || standing.has_left() => Phase::Over,
-            standing if standing.is_registered() => Phase::Beating,
-            _ => Phase::Schema,
-        };
         Self {
             cadence: BeatCadence::new(&parts.options),
-            phase,
+            phase: first_phase(&parts.standing),
             parts,
             store,
             alarm: Alarm::default(),
@@ -331,6 +326,32 @@ impl HeartbeatActor {
             Phase::Over if self.parts.standing.is_evicted() => "evicted",
             Phase::Over => "stopped",
         }
+    }
+}
+
+fn first_phase(standing: &Standing) -> Phase {
+    match standing {
+        _ if standing.is_evicted() || standing.has_left() => Phase::Over,
+        _ if !standing.wants_heartbeat() => Phase::Disabled,
+        _ if standing.is_registered() => Phase::Beating,
+        _ => Phase::Schema,
+    }
+}
+
+impl Handler<HeartbeatSwitched> for HeartbeatActor {
+    type Result = ();
+
+    /// A beat under way is not taken back: what it says of the lock is no worse than what the one before said.
+    fn handle(&mut self, _: HeartbeatSwitched, ctx: &mut Self::Context) {
+        let on = self.parts.standing.wants_heartbeat();
+        if self.phase == Phase::Over || on != (self.phase == Phase::Disabled) {
+            return;
+        }
+        self.phase = first_phase(&self.parts.standing);
+        self.lock_lost = None;
+        self.step(ctx);
+        // Without beats trust ends soon, and with it what is in hand.
+        self.watch_trust(ctx);
     }
 }
 

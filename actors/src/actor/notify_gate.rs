@@ -20,6 +20,7 @@ mod listening;
 mod pings;
 mod proof;
 mod session;
+mod switch;
 mod verdict;
 
 use std::sync::Arc;
@@ -246,7 +247,8 @@ impl NotifyGateActor {
     /// Whether the lock is wanted at all.
     fn wants_lock(&self) -> bool {
         let beat = &self.parts.heartbeat;
-        beat.enabled && beat.liveness_source_mode == LivenessSourceMode::AdvisoryLockWhenAvailable
+        self.parts.standing.wants_heartbeat()
+            && beat.liveness_source_mode == LivenessSourceMode::AdvisoryLockWhenAvailable
     }
 
     fn connect(&mut self, ctx: &mut Context<Self>) {

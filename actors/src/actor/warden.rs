@@ -8,7 +8,7 @@ use std::sync::Arc;
 use actix::prelude::*;
 
 use crate::instance::InstanceId;
-use crate::message::{Evicted, Fence, PingNow, Unfence};
+use crate::message::{Evicted, Fence, HeartbeatSwitched, PingNow, SetHeartbeat, Unfence};
 use crate::standing::Standing;
 
 /// Where news about the whole instance goes: it tells everyone concerned.
@@ -39,6 +39,8 @@ pub struct Told {
     pub evicted: Vec<Recipient<Evicted>>,
     /// Whoever can prove that the instance is alive.
     pub probe: Vec<Recipient<PingNow>>,
+    /// Whoever acts otherwise when the heartbeat is switched.
+    pub switched: Vec<Recipient<HeartbeatSwitched>>,
 }
 
 impl WardenActor {
@@ -67,6 +69,22 @@ impl Actor for WardenActor {
             self.told.evicted.iter().for_each(|recipient| recipient.do_send(Evicted(self.instance)));
             (self.after_eviction)(self.instance);
         }
+        // Whoever started after the switch has seen it, and looks in vain.
+        self.told.switched.iter().for_each(|recipient| recipient.do_send(HeartbeatSwitched));
+    }
+}
+
+impl Handler<SetHeartbeat> for WardenActor {
+    type Result = ();
+
+    fn handle(&mut self, SetHeartbeat(enabled): SetHeartbeat, _: &mut Self::Context) {
+        self.standing.set_heartbeat(enabled);
+        if enabled {
+            tracing::info!("the heartbeat is switched on");
+        } else {
+            tracing::warn!("the heartbeat is switched off: peers will take this instance for dead");
+        }
+        self.told.switched.iter().for_each(|recipient| recipient.do_send(HeartbeatSwitched));
     }
 }
 

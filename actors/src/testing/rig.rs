@@ -403,6 +403,7 @@ impl HeartbeatRig {
         let (unfence, fence, evicted) = (TestProbe::start(), TestProbe::start(), TestProbe::start());
         let identity = identity();
         let standing = Arc::new(Standing::new(TrustRule::new(options.liveness.grace())));
+        standing.set_heartbeat(options.heartbeat.enabled);
         let parts = HeartbeatRigParts {
             options: options.clone(),
             identity: identity.clone(),

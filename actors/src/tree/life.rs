@@ -80,6 +80,7 @@ impl Lives {
     pub(super) fn new(identity: InstanceIdentity, options: &Options) -> Arc<Self> {
         let (terms, capacity) = (LeaseTerms::new(options), options.lease_renewal.channel_capacity);
         let standing = Standing::new(TrustRule::new(options.liveness.grace()));
+        standing.set_heartbeat(options.heartbeat.enabled);
         let first = Life::new(identity, standing, Renewals::new(terms, capacity));
         Arc::new(Self { current: Mutex::new(first), buried: Mutex::default(), terms, capacity })
     }

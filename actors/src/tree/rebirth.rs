@@ -46,6 +46,11 @@ impl Rebirth {
                 "this instance was evicted and stays stopped, as `liveness.on_evicted` wants it"
             );
         }
+        if !old.standing.wants_heartbeat() {
+            tracing::warn!(
+                "this instance was evicted and stays stopped until its heartbeat is switched on again"
+            );
+        }
         sleep(self.pause()).await;
         for passer in &self.passers {
             // One that is dead passes nothing on.
@@ -60,6 +65,7 @@ impl Rebirth {
             }
             crew.abort_tasks();
         }
+        old.standing.heartbeat_wanted().await;
         if old.standing.is_draining() {
             return;
         }

@@ -26,8 +26,8 @@ use crate::actor::warden::{CatchUp, Told, WardenActor};
 use crate::lane::{Crew, CrewParts};
 use crate::message::{
     AliveLockChanged, BeatNow, Evicted, ExtendLease, Fence, GateChanged, Pause, PingNow, ProbeNow,
-    RequestImmediatePoll, Resume, Settle, Subscribe, SubscribeToEvictions, SubscribeToGate, SweepNow,
-    TrustProven, Unfence, Unsubscribe,
+    RequestImmediatePoll, Resume, SetHeartbeat, Settle, Subscribe, SubscribeToEvictions, SubscribeToGate,
+    SweepNow, TrustProven, Unfence, Unsubscribe,
 };
 use crate::options::{GateMode, Options};
 use crate::policy::retry::RetryPolicy;
@@ -142,6 +142,11 @@ impl Specs {
                 notify_gate.addr().recipient(),
             ],
             probe: vec![notify_gate.addr().recipient(), heartbeat.addr().recipient()],
+            switched: vec![
+                claim.addr().recipient(),
+                heartbeat.addr().recipient(),
+                notify_gate.addr().recipient(),
+            ],
         };
         let rebirth = Arc::new(Rebirth {
             lives: Arc::clone(&wiring.lives),
@@ -201,6 +206,7 @@ fn warden(lives: Arc<Lives>, links: Arc<OnceLock<(Told, Arc<Rebirth>)>>) -> Spec
     .provides::<Unfence>()
     .provides::<Evicted>()
     .provides::<PingNow>()
+    .provides::<SetHeartbeat>()
 }
 
 fn notify_gate(

@@ -10,8 +10,8 @@ use actix::prelude::*;
 use super::ClaimActor;
 use crate::instance::Gate;
 use crate::message::{
-    Account, Drain, Drained, Evicted, Fence, GateChanged, Observe, Pause, RequestImmediatePoll, Resume,
-    Unfence,
+    Account, Drain, Drained, Evicted, Fence, GateChanged, HeartbeatSwitched, Observe, Pause,
+    RequestImmediatePoll, Resume, Unfence,
 };
 
 /// How long a drain waits for a claim under way at most.
@@ -78,6 +78,14 @@ impl Handler<Resume> for ClaimActor {
 
     fn handle(&mut self, _: Resume, ctx: &mut Self::Context) {
         self.parts.standing.resume();
+        self.wake(ctx);
+    }
+}
+
+impl Handler<HeartbeatSwitched> for ClaimActor {
+    type Result = ();
+
+    fn handle(&mut self, _: HeartbeatSwitched, ctx: &mut Self::Context) {
         self.wake(ctx);
     }
 }

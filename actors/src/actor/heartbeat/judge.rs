@@ -50,7 +50,7 @@ impl HeartbeatActor {
     }
 
     /// Looks again when trust ends, as long as there is something to lose by it.
-    fn watch_trust(&mut self, ctx: &mut Context<Self>) {
+    pub(super) fn watch_trust(&mut self, ctx: &mut Context<Self>) {
         self.judge.alarm.clear(ctx);
         let Some(end) = self.end_of_trust() else { return };
         self.judge.alarm.set(ctx, end.saturating_duration_since(now()), |act, ctx| {
@@ -62,7 +62,8 @@ impl HeartbeatActor {
     /// When the instance has to be fenced, as things stand. An idle one that was just given work gets as long as a proof is good for.
     fn end_of_trust(&self) -> Option<Instant> {
         let standing = &self.parts.standing;
-        if self.phase != Phase::Beating || self.judge.fenced || self.parts.in_flight.is_empty() {
+        let judges = matches!(self.phase, Phase::Beating | Phase::Disabled);
+        if !judges || self.judge.fenced || self.parts.in_flight.is_empty() {
             return None;
         }
         let until = standing.trust_until()?;

@@ -1,6 +1,6 @@
 //! Handing back what the evicted held, pass after pass.
 //!
-//! The rule: a pass looks at a thousand rows at most, and after it comes a pause three times as long as it took, so that claims get their turn; when
+//! The rule: a pass looks at 250 rows at most, and after it comes a pause three times as long as it took, so that claims get their turn; when
 //! nothing came back although something is left, somebody is at those rows, and the pause grows. The failure this prevents: a million
 //! rows that come back in one breath, with everybody's claims behind them.
 
@@ -14,8 +14,9 @@ use super::{CALL_DEADLINE, FIRST_PAUSE, MAX_PAUSE, StaleSweepActor, within};
 use crate::actor::{Alarm, backoff};
 use crate::port::StoreError;
 
-/// Rows a pass at most.
-const ROWS: u32 = 1_000;
+/// Rows a pass at most: what a claim may have to share the server with, in one go. A pass has little to do besides, so four small ones cost
+/// no more than a large one.
+const ROWS: u32 = 250;
 
 /// The pause after a pass that brought rows back, as a multiple of what the pass took.
 const BREATHS: u32 = 3;
