@@ -178,8 +178,9 @@ end $wh$;
 -- rights of whoever inserts.
 create function @schema@.wh_work_arrived() returns trigger
 language plpgsql
--- A plan made for an empty table would read the whole of a full one for each row.
-set enable_seqscan = off
+-- A plan made for an empty table would read the whole of a full one for each row. Without jit: a scan ruled out by its cost, here or in
+-- a function called from here, would be compiled at every call; wh_takers took half a second.
+set enable_seqscan = off set jit = off
 as $wh$
 declare
     v_bells constant pg_catalog.bool := pg_catalog.lower(coalesce(pg_catalog.current_setting('workpump.skip_doorbells', true), ''))
