@@ -22,31 +22,47 @@ create function @schema@.wh_full_key(p_instance_id uuid) returns bigint
 language sql immutable parallel safe
 return pg_catalog.hashtextextended('workpump full ' || @schema_text@ || ' ' || p_instance_id::text, 0);
 
--- wh_ring: rings one instance if it sleeps; true when it did.
-create function @schema@.wh_ring(p_instance_id uuid, p_payload text) returns boolean
+-- wh_notify: the one place that notifies. True when it did. A full queue (8 GB by default: some listener sits in a transaction and
+-- reads nothing) would fail the commit of whoever rings next, a producer with business of its own; so from half full on nobody rings,
+-- and sleepers find their rows by the safety poll. The server's log names the listener. PostgreSQL sends what one transaction rings
+-- twice only once: at most one notification a transaction, sleeper and category.
+create function @schema@.wh_notify(p_instance_id uuid, p_payload text) returns boolean
 language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
 begin
-    if pg_try_advisory_xact_lock_shared(@schema@.wh_arm_key(p_instance_id)) then
+    if pg_notification_queue_usage() > 0.5 then
         return false;
     end if;
     perform pg_notify(@schema@.wh_work_channel(p_instance_id), p_payload);
     return true;
 end $wh$;
 
--- wh_takers: the members that can be sent work, in the order that partitions count by: accepting and alive. The lock table is read only
--- for a member whose heartbeat alone does not prove it alive.
+-- wh_ring: rings one instance if it sleeps; true when it did.
+create function @schema@.wh_ring(p_instance_id uuid, p_payload text) returns boolean
+language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
+begin
+    return not pg_try_advisory_xact_lock_shared(@schema@.wh_arm_key(p_instance_id)) and @schema@.wh_notify(p_instance_id, p_payload);
+end $wh$;
+
+-- wh_taker: the members that can be sent work: accepting and alive. The lock table is read only for a member whose heartbeat alone does
+-- not prove it alive. A view, since a function call for each store would cost as much as the look itself.
+create view @schema@.wh_taker as
+select m.instance_id
+from @schema@.wh_service_instances m
+where m.accepts_work
+  and case when m.last_heartbeat_at >= @schema@.wh_stale_before(pg_catalog.clock_timestamp(),
+      pg_catalog.clock_timestamp() - interval '30 seconds', m.heartbeat_interval_seconds) then true else @schema@.wh_lock_held(m.instance_id) end;
+
+-- wh_takers: the same, in the order that partitions count by; null when there are none.
 create function @schema@.wh_takers() returns uuid[]
 language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
-declare
-    v_now constant timestamptz := clock_timestamp();
 begin
-    return (
-        select array_agg(m.instance_id order by m.instance_id)
-        from @schema@.wh_service_instances m
-        where m.accepts_work
-          and case when m.last_heartbeat_at >= @schema@.wh_stale_before(v_now, v_now - interval '30 seconds', m.heartbeat_interval_seconds)
-              then true else @schema@.wh_lock_held(m.instance_id) end);
+    return (select array_agg(t.instance_id order by t.instance_id) from @schema@.wh_taker t);
 end $wh$;
+
+-- wh_share: whose share a stream is while it has no owner among the takers.
+create function @schema@.wh_share(p_stream_id uuid, p_takers uuid[]) returns uuid
+language sql immutable parallel safe
+return p_takers[1 + @schema@.compute_partition(p_stream_id, 10000) % pg_catalog.cardinality(p_takers)];
 
 -- wh_route: to whom the streams belong: the owner if it is among the takers, else one taker by partition. Distinct; nulls are no stream.
 create function @schema@.wh_route(p_stream_ids uuid[], p_takers uuid[]) returns setof uuid
@@ -54,7 +70,7 @@ language plpgsql stable set search_path = pg_catalog, @schema@, pg_temp as $wh$
 begin
     return query
     select distinct case when a.assigned_instance_id = any (p_takers) then a.assigned_instance_id
-        else p_takers[1 + @schema@.compute_partition(s.id, 10000) % cardinality(p_takers)] end
+        else @schema@.wh_share(s.id, p_takers) end
     from unnest(p_stream_ids) s (id)
     left join lateral (select * from @schema@.wh_active_streams k where k.stream_id = s.id offset 0) a on true
     where s.id is not null;
@@ -63,7 +79,7 @@ end $wh$;
 -- wh_ring_members: rings every member that is alive, asleep or not: for what changes the membership.
 create function @schema@.wh_ring_members(p_payload text) returns void
 language sql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
-    select pg_notify(@schema@.wh_work_channel(l.instance_id), p_payload) from @schema@.wh_live_instances l where l.alive
+    select @schema@.wh_notify(l.instance_id, p_payload) from @schema@.wh_live_instances l where l.alive
 $wh$;
 
 -- wh_ring_armed: rings every taker that sleeps: rows came free that belong to nobody in particular.
@@ -105,7 +121,7 @@ begin
     if v_takers is null then
         return 0;
     end if;
-    select count(pg_notify(@schema@.wh_work_channel(r.id), p_category)) into v_rung from @schema@.wh_route(p_stream_ids, v_takers) r (id);
+    select count(*) filter (where @schema@.wh_notify(r.id, p_category)) into v_rung from @schema@.wh_route(p_stream_ids, v_takers) r (id);
     return v_rung;
 end $wh$;
 
@@ -114,75 +130,96 @@ create function @schema@.wh_affinity_key(p_stream_id uuid) returns bigint
 language sql immutable parallel safe
 return pg_catalog.hashtextextended('workpump affinity ' || @schema_text@, @schema@.compute_partition(p_stream_id, 32));
 
--- wh_work_arrived: runs once per INSERT statement on a work table, after it; its argument is the category.
---
--- Ringing: the takers of the rows, if they sleep. Unordered rows of a category are one queue and ring one taker. A row that is not due
--- yet rings too: a sleeper knows the due times there were when it fell asleep, and looks at them again.
--- `workpump.skip_doorbells` = on leaves it out: a prepared transaction cannot carry a NOTIFY, the safety poll finds its rows.
---
--- Affinity: new streams get their row, in stream order, without ever waiting: two producers that store new streams A, B and B, A would
--- deadlock on the key. Who does not get a stream's share of the key space skips it: a missing row only means routing by partition, and
--- the next store tries again. Above READ COMMITTED a row committed meanwhile would fail the producer, so none is written.
---
--- It is paid for at every INSERT, hence few statements and no calls: wh_takers, wh_route and wh_ring are spelled out.
-create function @schema@.wh_work_arrived() returns trigger
-language plpgsql set search_path = pg_catalog, @schema@, pg_temp
--- A probe per stream, always: a plan made for a thousand rows, or for an empty table, would read the whole table for each single row.
--- Without jit: a scan ruled out by its cost would be compiled at every call.
-set enable_seqscan = off set jit = off
-as $wh$
-declare
-    v_now constant timestamptz := clock_timestamp();
-    v_ordered boolean;
-    v_unordered boolean;
-    v_takers uuid[];
-    v_target uuid;
-    v_missing uuid[];
-    v_sleepers uuid[];
+-- wh_note_streams_new: gives new streams their affinity row, in stream order, without ever waiting: two producers that store new streams
+-- A, B and B, A would deadlock on the key. Who does not get a stream's share of the key space skips it: a missing row only means routing
+-- by partition, and the next store tries again. Above READ COMMITTED a row committed meanwhile would fail the producer, so none is written.
+create function @schema@.wh_note_streams_new(p_stream_ids uuid[]) returns void
+language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
 begin
-    select exists (select 1 from arrived n where n.stream_id is not null),
-        exists (select 1 from arrived n where n.stream_id is null),
-        case when lower(coalesce(current_setting('workpump.skip_doorbells', true), '')) not in ('on', 'true', 'yes', '1') then (
-            select array_agg(m.instance_id order by m.instance_id)
-            from @schema@.wh_service_instances m
-            where m.accepts_work
-              and case when m.last_heartbeat_at >= @schema@.wh_stale_before(v_now, v_now - interval '30 seconds',
-                  m.heartbeat_interval_seconds) then true else @schema@.wh_lock_held(m.instance_id) end
-        ) end
-    into v_ordered, v_unordered, v_takers;
-    if v_unordered and v_takers is not null then
-        v_target := v_takers[1 + mod(abs(hashtext(tg_argv[0])::bigint), cardinality(v_takers))::int];
-        if not pg_try_advisory_xact_lock_shared(@schema@.wh_arm_key(v_target)) then
-            perform pg_notify(@schema@.wh_work_channel(v_target), tg_argv[0]);
-        end if;
-    end if;
-    if not v_ordered then
-        return null;
-    end if;
-    with stream as materialized (
-        select distinct n.stream_id as id
-        from arrived n
-        where n.stream_id is not null
-    ), known as materialized (
-        select s.id, a.stream_id is null as missing,
-            case when a.assigned_instance_id = any (v_takers) then a.assigned_instance_id
-                else v_takers[1 + @schema@.compute_partition(s.id, 10000) % cardinality(v_takers)] end as target
-        from stream s
-        left join lateral (select * from @schema@.wh_active_streams k where k.stream_id = s.id offset 0) a on true
-    )
-    select (select array_agg(k.id) from known k where k.missing),
-        (select array_agg(d.target) from (select distinct k.target from known k where k.target is not null) d
-            where not pg_try_advisory_xact_lock_shared(@schema@.wh_arm_key(d.target)))
-    into v_missing, v_sleepers;
-    if v_missing is not null and current_setting('transaction_isolation') = 'read committed' then
+    if current_setting('transaction_isolation') = 'read committed' then
         insert into @schema@.wh_active_streams (stream_id)
-        select s.id from unnest(v_missing) s (id)
+        select s.id from unnest(p_stream_ids) s (id)
         where pg_try_advisory_xact_lock(@schema@.wh_affinity_key(s.id))
         order by s.id
         on conflict do nothing;
     end if;
-    if v_sleepers is not null then
-        perform pg_notify(@schema@.wh_work_channel(t.id), tg_argv[0]) from unnest(v_sleepers) t (id);
+end $wh$;
+
+-- wh_many_arrived: rings and notes for a statement that stored several rows. p_stream_ids: their streams, each once, null among them for
+-- unordered rows. One probe for each stream, whatever the planner thinks of a thousand of them.
+create function @schema@.wh_many_arrived(p_category text, p_stream_ids uuid[], p_bells boolean) returns void
+language plpgsql set search_path = pg_catalog, @schema@, pg_temp
+set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off as $wh$
+declare
+    v_takers constant uuid[] := case when p_bells then @schema@.wh_takers() end;
+    v_targets uuid[];
+    v_missing uuid[];
+    v_target uuid;
+begin
+    select array_agg(s.id) filter (where s.id is not null and a.stream_id is null),
+        array_agg(distinct case when s.id is null then v_takers[1]
+            when a.assigned_instance_id = any (v_takers) then a.assigned_instance_id
+            else @schema@.wh_share(s.id, v_takers) end)
+    into v_missing, v_targets
+    from unnest(p_stream_ids) s (id) left join @schema@.wh_active_streams a on a.stream_id = s.id;
+    if v_missing is not null then
+        perform @schema@.wh_note_streams_new(v_missing);
+    end if;
+    if v_takers is not null then
+        foreach v_target in array v_targets loop
+            perform @schema@.wh_ring(v_target, p_category);
+        end loop;
+    end if;
+end $wh$;
+
+-- wh_work_arrived: runs once per INSERT statement on a work table, after it; its argument is the category. It rings the takers of the
+-- rows, if they sleep, those of scheduled rows too: who sleeps has to learn of the new due time. Unordered rows are one queue, and its
+-- taker is the oldest member. `workpump.skip_doorbells` = on leaves the ringing out: a prepared transaction cannot carry a NOTIFY, the
+-- safety poll finds its rows.
+--
+-- Every INSERT pays for this, most of them store one row, and 64 busy sessions pay several times over, out of cold caches. So one row
+-- takes three statements at most, each a probe by key, and nothing is called that can be spelled out. This one function fixes no
+-- search_path, which would be a fifth of its price: every name says its schema, no operator needs a conversion, and it runs with the
+-- rights of whoever inserts.
+create function @schema@.wh_work_arrived() returns trigger
+language plpgsql
+-- A plan made for an empty table would read the whole of a full one for each row. Without jit: a scan ruled out by its cost, here or in
+-- a function called from here, would be compiled at every call; wh_takers took half a second.
+set enable_seqscan = off set jit = off
+as $wh$
+declare
+    v_bells constant pg_catalog.bool := pg_catalog.lower(coalesce(pg_catalog.current_setting('workpump.skip_doorbells', true), ''))
+        not in ('on', 'true', 'yes', '1');
+    v_streams pg_catalog.uuid[];
+    v_stream pg_catalog.uuid;
+    v_known pg_catalog.uuid;
+    v_target pg_catalog.uuid;
+begin
+    select pg_catalog.array_agg(n.stream_id) into v_streams from (select a.stream_id from arrived a limit 2) n;
+    if v_streams is null then
+        return null;
+    elsif pg_catalog.array_length(v_streams, 1) > 1 then
+        perform @schema@.wh_many_arrived(tg_argv[0], array(select distinct a.stream_id from arrived a), v_bells);
+        return null;
+    end if;
+    v_stream := v_streams[1];
+    if v_stream is not null then
+        select a.stream_id, t.instance_id into v_known, v_target
+        from @schema@.wh_active_streams a left join @schema@.wh_taker t on t.instance_id = a.assigned_instance_id
+        where a.stream_id = v_stream;
+        if v_known is null then
+            perform @schema@.wh_note_streams_new(v_streams);
+        end if;
+    end if;
+    if not v_bells then
+        return null;
+    elsif v_stream is null then
+        select t.instance_id into v_target from @schema@.wh_taker t order by t.instance_id limit 1;
+    elsif v_target is null then
+        v_target := @schema@.wh_share(v_stream, @schema@.wh_takers());
+    end if;
+    if v_target is not null and not pg_catalog.pg_try_advisory_xact_lock_shared(@schema@.wh_arm_key(v_target)) then
+        perform @schema@.wh_notify(v_target, tg_argv[0]);
     end if;
     return null;
 end $wh$;

@@ -69,8 +69,10 @@ end $wh$;
 
 -- The four store functions share one shape. First a read-only pass that only asks whether every item is well-formed, and collects the
 -- ids; its casts may fail, hence the exception block, which costs no transaction id as long as nothing is written in it. Whatever it
--- finds, wh_check_stored names. Then one statement: rows go in by stream, then place in the array, so that `seq` follows the array
--- inside a stream. An id that comes twice in one array is new once. Usually all are new, and the answer needs no join.
+-- finds, wh_check_stored names. Then one statement: each row takes its `seq` by its place in the array, so that a stream keeps the array's
+-- order, and goes in by the order of what makes it unique. In the array's order two producers that store the same messages the other way
+-- round would wait for each other's keys, and one would die of the deadlock. Over several calls of one transaction that order is the
+-- caller's. An id that comes twice in one array is new once. Usually all are new, and the answer needs no join.
 
 -- store_outbox_messages, store_inbox_messages: returns (message_id, is_new) per item. The inbox asks wh_message_deduplication first, in
 -- id order, so that two deliveries of the same batch cannot deadlock: only a first sighting is stored, long after the row itself is gone.
@@ -116,11 +118,14 @@ begin
             hint = 'this is a defect of workpump: two checks disagree';
     end if;@dedup@
     with stored as (
-        insert into @ns@.@table@ (message_id, stream_id, @name@, message_type, payload, metadata, scheduled_for)
-        select g.id, (g.v ->> 'stream_id')::uuid, g.v ->> '@name@', g.v ->> 'message_type', g.v -> 'payload',
+        insert into @ns@.@table@ (message_id, seq, stream_id, @name@, message_type, payload, metadata, scheduled_for)
+        select g.id, g.seq, (g.v ->> 'stream_id')::uuid, g.v ->> '@name@', g.v ->> 'message_type', g.v -> 'payload',
             nullif(g.v -> 'metadata', 'null'), (g.v ->> 'scheduled_for')::timestamptz
-        from rows from (jsonb_array_elements(p_messages), unnest(v_ids)) with ordinality g (v, id, pos)
-        @where@order by (g.v ->> 'stream_id')::uuid nulls first, g.pos
+        from (
+            select m.v, m.id, nextval(@seq@) as seq
+            from rows from (jsonb_array_elements(p_messages), unnest(v_ids)) with ordinality m (v, id, pos) order by m.pos
+        ) g
+        @where@order by g.id, g.seq
         on conflict (message_id) do nothing
         returning message_id
     )
@@ -142,9 +147,11 @@ end $wh_body$$wh_template$;
     )
     select array_agg(s.message_id) into v_seen from seen s;$wh_dedup$;
 begin
-    execute replace(replace(replace(replace(replace(replace(v_template, '@kind@', 'outbox'), '@table@', 'wh_outbox'), '@name@', 'destination'),
+    execute replace(replace(replace(replace(replace(replace(replace(v_template,
+        '@seq@', quote_literal(quote_ident(@schema_text@) || '.wh_outbox_seq_seq')), '@kind@', 'outbox'), '@table@', 'wh_outbox'), '@name@', 'destination'),
         '@dedup@', ''), '@where@', ''), '@ns@', quote_ident(@schema_text@));
-    execute replace(replace(replace(replace(replace(replace(v_template, '@kind@', 'inbox'), '@table@', 'wh_inbox'), '@name@', 'handler_name'),
+    execute replace(replace(replace(replace(replace(replace(replace(v_template,
+        '@seq@', quote_literal(quote_ident(@schema_text@) || '.wh_inbox_seq_seq')), '@kind@', 'inbox'), '@table@', 'wh_inbox'), '@name@', 'handler_name'),
         '@dedup@', v_dedup), '@where@', $wh_where$where cardinality(v_seen) = cardinality(v_ids) or g.id = any (v_seen)
         $wh_where$), '@ns@', quote_ident(@schema_text@));
 end $wh$;
@@ -192,10 +199,14 @@ begin
             hint = 'this is a defect of workpump: two checks disagree';
     end if;
     with stored as (
-        insert into @ns@.@table@ (@id@, stream_id, @name@, event_id, scheduled_for)
-        select g.id, (g.v ->> 'stream_id')::uuid, g.v ->> '@name@', (g.v ->> 'event_id')::uuid, (g.v ->> 'scheduled_for')::timestamptz
-        from rows from (jsonb_array_elements(p_messages), unnest(v_ids)) with ordinality g (v, id, pos)
-        order by (g.v ->> 'stream_id')::uuid nulls first, g.v ->> '@name@', g.pos
+        insert into @ns@.@table@ (@id@, seq, stream_id, @name@, event_id, scheduled_for)
+        select g.id, g.seq, g.stream_id, g.name, g.event_id, (g.v ->> 'scheduled_for')::timestamptz
+        from (
+            select m.v, m.id, (m.v ->> 'stream_id')::uuid as stream_id, m.v ->> '@name@' as name, (m.v ->> 'event_id')::uuid as event_id,
+                nextval(@seq@) as seq
+            from rows from (jsonb_array_elements(p_messages), unnest(v_ids)) with ordinality m (v, id, pos) order by m.pos
+        ) g
+        order by @order@, g.seq
         on conflict (@arbiter@) do nothing
         returning @id@
     )
@@ -219,15 +230,15 @@ begin
                 $wh_check$jsonb_typeof(e -> 'stream_id') is distinct from 'string'$wh_check$,
                 $wh_required$array['stream_id', 'perspective_name', 'event_id']$wh_required$,
                 $wh_key$w.stream_id = (g.v ->> 'stream_id')::uuid and w.perspective_name = g.v ->> 'perspective_name'
-        and w.event_id = (g.v ->> 'event_id')::uuid$wh_key$, 'stream_id, perspective_name, event_id'),
+        and w.event_id = (g.v ->> 'event_id')::uuid$wh_key$, 'stream_id, perspective_name, event_id', 'g.stream_id, g.name, g.event_id'),
             ('store_receptor_work', 'wh_receptor_processing', 'id', 'receptor_name',
                 $wh_check$jsonb_typeof(e -> 'stream_id') not in ('string', 'null')$wh_check$,
                 $wh_required$array['event_id', 'receptor_name']$wh_required$,
-                $wh_key$w.event_id = (g.v ->> 'event_id')::uuid and w.receptor_name = g.v ->> 'receptor_name'$wh_key$, 'event_id, receptor_name')
-        ) as t (function, tab, id, name, stream_check, required, natural_key, arbiter)
+                $wh_key$w.event_id = (g.v ->> 'event_id')::uuid and w.receptor_name = g.v ->> 'receptor_name'$wh_key$, 'event_id, receptor_name', 'g.event_id, g.name')
+        ) as t (function, tab, id, name, stream_check, required, natural_key, arbiter, place)
     loop
-        execute replace(replace(replace(replace(replace(replace(replace(replace(replace(v_template,
-            '@arbiter@', v_row.arbiter), '@natural_key@', v_row.natural_key), '@required@', v_row.required), '@stream_check@', v_row.stream_check),
+        execute replace(replace(replace(replace(replace(replace(replace(replace(replace(replace(replace(v_template,
+            '@seq@', quote_literal(quote_ident(@schema_text@) || '.' || v_row.tab || '_seq_seq')), '@order@', v_row.place), '@arbiter@', v_row.arbiter), '@natural_key@', v_row.natural_key), '@required@', v_row.required), '@stream_check@', v_row.stream_check),
             '@function@', v_row.function), '@table@', v_row.tab), '@id@', v_row.id), '@name@', v_row.name),
             '@ns@', quote_ident(@schema_text@));
     end loop;

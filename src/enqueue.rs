@@ -212,6 +212,14 @@ message_builder!(NewInbox, handler, "The handler it is meant for, kept in `handl
 
 /// Stores messages through any `tokio_postgres` client or transaction, also one that goes through a pooler.
 ///
+/// Two producers may store the same messages in any order within a call. Over several calls of one transaction each keeps what it has
+/// stored locked, as with any unique key: transactions that store the same ids in opposite orders can end in a deadlock (SQLSTATE
+/// `40P01`) for one of them. Store what belongs together in one call, or repeat the transaction: nothing of it was stored.
+///
+/// Waking a pump that sleeps is a NOTIFY, which cannot make the commit fail: at most one a transaction, sleeper and category, without
+/// data, and none while the server's notification queue is more than half full (then rows wait for the pump's safety poll). A transaction that is
+/// to be prepared (two-phase commit) has to `SET LOCAL workpump.skip_doorbells = on`.
+///
 /// ```no_run
 /// # async fn f(client: &mut tokio_postgres::Client) -> Result<(), Box<dyn std::error::Error>> {
 /// use workpump::{NewOutbox, Producer};
@@ -310,16 +318,17 @@ impl Producer {
                     (&columns.payloads, Type::JSONB_ARRAY),
                     (&columns.metadata, Type::JSONB_ARRAY),
                     (&columns.due, Type::TIMESTAMPTZ_ARRAY),
+                    (&columns.places, Type::INT4_ARRAY),
                 ],
             )
             .await
             .map_err(refused)?;
         let fresh =
             rows.iter().map(|row| row.try_get(0)).collect::<Result<HashSet<Uuid>, _>>().map_err(refused)?;
-        let stored = columns.ids.iter().map(|&message_id| Stored {
-            message_id,
+        let stored = drafts.iter().map(|draft| Stored {
+            message_id: draft.id,
             category,
-            is_new: fresh.contains(&message_id),
+            is_new: fresh.contains(&draft.id),
         });
         Ok(Enqueued { stored: stored.collect() })
     }
@@ -337,6 +346,10 @@ impl Producer {
             if !seen.insert(draft.id) {
                 return Err(invalid(InvalidMessage::Repeated));
             }
+        }
+        let mut by_id: Vec<(i32, &Draft)> = (1..).zip(drafts.iter().copied()).collect();
+        by_id.sort_unstable_by_key(|(_, draft)| draft.id);
+        for (place, draft) in by_id {
             let Ok(payload) = &draft.payload else { continue };
             columns.ids.push(draft.id);
             columns.streams.push(draft.stream);
@@ -347,6 +360,7 @@ impl Producer {
                 .metadata
                 .push(draft.metadata.as_ref().and_then(|metadata| metadata.as_deref().ok()).map(Json));
             columns.due.push(draft.due);
+            columns.places.push(place);
         }
         Ok(columns)
     }
@@ -361,6 +375,7 @@ struct Columns<'a> {
     payloads: Vec<Json<&'a RawValue>>,
     metadata: Vec<Option<Json<&'a RawValue>>>,
     due: Vec<Option<SystemTime>>,
+    places: Vec<i32>,
 }
 
 fn refused(source: tokio_postgres::Error) -> EnqueueError {

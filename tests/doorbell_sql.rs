@@ -3,7 +3,7 @@
 mod common;
 mod sql;
 
-use sql::{Listener, beat, instance, member, refused, rings, run, stream, until_waiting, value};
+use sql::{Listener, beat, column, instance, member, refused, rings, run, stream, until_waiting, value};
 use tokio_postgres::Client;
 use uuid::Uuid;
 
@@ -127,18 +127,20 @@ async fn a_producer_that_rolls_back_rings_nobody() {
 }
 
 #[tokio::test]
-async fn what_is_stored_for_later_rings_too_and_neither_update_nor_delete_does() {
+async fn a_row_scheduled_for_later_rings_too_and_neither_update_nor_delete_does() {
     let db = common::database().await;
     let producer = db.connect().await;
     let me = instance(1);
     let _consumer = sleeper(&db, me).await;
     let mut listener = Listener::for_instances(db.url(), &[me]).await;
-    let later = format!(
-        r#"select store_outbox_messages('[{{"message_type": "t", "payload": 1, "stream_id": "{}", "scheduled_for": "2100-01-01T00:00:00Z"}}, {{"message_type": "t", "payload": 1, "scheduled_for": "infinity"}}]')"#,
-        stream(7)
-    );
-    run(&producer, &later).await;
-    assert_eq!(listener.rung().await, rings(&[(1, "outbox")]), "who sleeps has to learn of the new due time");
+    let item = |more: &str| format!(r#"{{"message_type": "t", "payload": 1, "scheduled_for": {more}}}"#);
+    let ordered = item(&format!(r#""2100-01-01T00:00:00Z", "stream_id": "{}""#, stream(7)));
+    let unordered = item(r#""infinity""#);
+    // Who sleeps until the next due time has to learn that there is an earlier one.
+    for items in [ordered.clone(), unordered.clone(), format!("{ordered}, {unordered}")] {
+        run(&producer, &format!("select store_outbox_messages('[{items}]')")).await;
+        assert_eq!(listener.rung().await, rings(&[(1, "outbox")]), "{items}");
+    }
     assert_eq!(
         value::<i64>(&producer, "select count(*) from wh_active_streams").await,
         1,
@@ -146,8 +148,6 @@ async fn what_is_stored_for_later_rings_too_and_neither_update_nor_delete_does()
     );
     run(&producer, "update wh_outbox set scheduled_for = null; delete from wh_outbox; insert into wh_outbox (message_type, payload) select 't', '1' where false").await;
     assert_eq!(listener.rung().await, []);
-    run(&producer, &later.replace("2100-01-01", "2001-01-01")).await;
-    assert_eq!(listener.rung().await, rings(&[(1, "outbox")]));
 }
 
 #[tokio::test]
@@ -386,4 +386,84 @@ async fn a_two_phase_producer_skips_the_bell_by_a_setting() {
     run(&producer, &format!("commit prepared '{0}-silent'", db.name())).await;
     assert_eq!(value::<i64>(&producer, "select count(*) from wh_outbox").await, 2);
     assert_eq!(listener.rung().await, []);
+}
+
+#[tokio::test]
+async fn a_ring_carries_a_word_however_large_and_many_the_rows_are() {
+    let db = common::database().await;
+    let producer = db.connect().await;
+    let me = instance(1);
+    let _consumer = sleeper(&db, me).await;
+    let mut listener = Listener::for_instances(db.url(), &[me]).await;
+    run(&producer, &format!(
+        "begin; insert into wh_outbox (message_type, payload, stream_id) \
+             select 't', to_jsonb(repeat(md5(n::text), 32768)), '{}' from generate_series(1, 3) n; \
+         insert into wh_outbox (message_type, payload, stream_id) \
+             select 't', '1', case when n % 2 = 0 then gen_random_uuid() end from generate_series(1, 10000) n; \
+         do $$ begin for n in 1..200 loop insert into wh_outbox (message_type, payload) values ('t', '1'); end loop; end $$; commit",
+        stream(1)
+    ))
+    .await;
+    let heard = listener.rung().await;
+    assert_eq!(heard, rings(&[(1, "outbox")]), "one ring for the transaction");
+    assert!(heard[0].1.len() <= 100);
+}
+
+#[tokio::test]
+async fn a_listener_that_reads_nothing_does_not_fail_those_who_store() {
+    let db = common::database().await;
+    let producer = db.connect().await;
+    let me = instance(1);
+    let _consumer = sleeper(&db, me).await;
+    let mut listener = Listener::for_instances(db.url(), &[me]).await;
+    // In a transaction a session is told nothing, and the queue cannot be cut short before what it has not read.
+    run(&listener.client, "begin").await;
+    for _ in 0..200 {
+        run(&producer, &put(&[None, Some(stream(1))])).await;
+    }
+    assert!(value::<f64>(&producer, "select pg_notification_queue_usage()").await < 0.001, "a word each");
+    run(&listener.client, "commit").await;
+    let heard = listener.rung().await;
+    assert!(!heard.is_empty() && heard.iter().all(|ring| *ring == rings(&[(1, "outbox")])[0]), "{heard:?}");
+}
+
+#[tokio::test]
+async fn nobody_rings_into_a_queue_that_is_half_full() {
+    let db = common::database().await;
+    let client = db.connect().await;
+    let me = instance(1);
+    let _consumer = sleeper(&db, me).await;
+    let mut listener = Listener::for_instances(db.url(), &[me]).await;
+    // To fill the real one takes 4 GB; this database is told a figure instead.
+    let usage = |share: f64| {
+        format!(
+            "create or replace function pg_catalog.pg_notification_queue_usage() returns double precision language sql as 'select {share}::float8'"
+        )
+    };
+    run(&client, &usage(0.51)).await;
+    run(&client, &put(&[None])).await;
+    run(&client, &put(&[None, Some(stream(1))])).await;
+    run(&client, "select wh_ring_members('orphan'), wh_ring_armed('orphan'), notify_instance_owners('inbox', array[gen_random_uuid()])").await;
+    assert_eq!(
+        value::<Option<Uuid>>(&client, &format!("select wh_pass_ring('{}', 'outbox')", instance(2))).await,
+        None
+    );
+    assert_eq!(value::<i64>(&client, "select count(*) from wh_outbox").await, 3);
+    assert_eq!(listener.rung().await, []);
+    run(&client, &usage(0.5)).await;
+    // A session of its own: what was planned with a built-in function is not planned again when somebody replaces it.
+    run(&db.connect().await, &put(&[None])).await;
+    assert_eq!(listener.rung().await, rings(&[(1, "outbox")]));
+}
+
+#[tokio::test]
+async fn no_function_rules_out_scans_and_leaves_jit_on() {
+    let db = common::database().await;
+    // A scan that has no alternative then costs so much on paper that it is compiled: half a second for a look at one row.
+    let found: Vec<String> = column(
+        &db.connect().await,
+        "select proname::text from pg_proc where 'enable_seqscan=off' = any (proconfig) and not 'jit=off' = any (proconfig)",
+    )
+    .await;
+    assert_eq!(found, [""; 0]);
 }
