@@ -17,6 +17,11 @@ create function @schema@.wh_arm_key(p_instance_id uuid) returns bigint
 language sql immutable parallel safe
 return pg_catalog.hashtextextended('workpump arm ' || @schema_text@ || ' ' || p_instance_id::text, 0);
 
+-- wh_full_key: the advisory key of a sleeper that can take nothing and only passes rings on.
+create function @schema@.wh_full_key(p_instance_id uuid) returns bigint
+language sql immutable parallel safe
+return pg_catalog.hashtextextended('workpump full ' || @schema_text@ || ' ' || p_instance_id::text, 0);
+
 -- wh_ring: rings one instance if it sleeps; true when it did.
 create function @schema@.wh_ring(p_instance_id uuid, p_payload text) returns boolean
 language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
@@ -67,8 +72,8 @@ language sql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
     select @schema@.wh_ring(t.id, p_payload) from unnest(@schema@.wh_takers()) t (id)
 $wh$;
 
--- wh_pass_ring: for an instance that was rung, or sees more work, and has no permits: rings one sleeping peer, and says whom. Null:
--- nobody sleeps, so everybody will look again anyway.
+-- wh_pass_ring: for an instance that was rung, or sees more work, and has no permits: rings one sleeping peer, and says whom. Peers that
+-- have none either are left out, or two of them would ring each other for ever. Null: nobody sleeps, so everybody will look again anyway.
 create function @schema@.wh_pass_ring(p_me uuid, p_payload text) returns uuid
 language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
 declare
@@ -77,7 +82,7 @@ begin
     for v_peer in
         select t.id from unnest(@schema@.wh_takers()) t (id) where t.id <> p_me order by t.id < p_me, t.id
     loop
-        if @schema@.wh_ring(v_peer, p_payload) then
+        if pg_try_advisory_xact_lock_shared(@schema@.wh_full_key(v_peer)) and @schema@.wh_ring(v_peer, p_payload) then
             return v_peer;
         end if;
     end loop;
@@ -111,7 +116,8 @@ return pg_catalog.hashtextextended('workpump affinity ' || @schema_text@, @schem
 
 -- wh_work_arrived: runs once per INSERT statement on a work table, after it; its argument is the category.
 --
--- Ringing: the takers of the rows that are due, if they sleep. Unordered rows of a category are one queue and ring one taker.
+-- Ringing: the takers of the rows, if they sleep. Unordered rows of a category are one queue and ring one taker. A row that is not due
+-- yet rings too: a sleeper knows the due times there were when it fell asleep, and looks at them again.
 -- `workpump.skip_doorbells` = on leaves it out: a prepared transaction cannot carry a NOTIFY, the safety poll finds its rows.
 --
 -- Affinity: new streams get their row, in stream order, without ever waiting: two producers that store new streams A, B and B, A would
@@ -135,7 +141,7 @@ declare
     v_sleepers uuid[];
 begin
     select exists (select 1 from arrived n where n.stream_id is not null),
-        exists (select 1 from arrived n where n.stream_id is null and (n.claimable_at <= v_now) is not false),
+        exists (select 1 from arrived n where n.stream_id is null),
         case when lower(coalesce(current_setting('workpump.skip_doorbells', true), '')) not in ('on', 'true', 'yes', '1') then (
             select array_agg(m.instance_id order by m.instance_id)
             from @schema@.wh_service_instances m
@@ -154,14 +160,12 @@ begin
         return null;
     end if;
     with stream as materialized (
-        select n.stream_id as id, bool_or((n.claimable_at <= v_now) is not false) as due
+        select distinct n.stream_id as id
         from arrived n
         where n.stream_id is not null
-        group by n.stream_id
     ), known as materialized (
         select s.id, a.stream_id is null as missing,
-            case when not s.due then null
-                when a.assigned_instance_id = any (v_takers) then a.assigned_instance_id
+            case when a.assigned_instance_id = any (v_takers) then a.assigned_instance_id
                 else v_takers[1 + @schema@.compute_partition(s.id, 10000) % cardinality(v_takers)] end as target
         from stream s
         left join lateral (select * from @schema@.wh_active_streams k where k.stream_id = s.id offset 0) a on true

@@ -12,7 +12,7 @@ use tokio_postgres::Config;
 use workpump_actors::instance::{InstanceId, InstanceIdentity};
 use workpump_actors::message::Account;
 use workpump_actors::options::Options;
-use workpump_actors::port::DeathWatch;
+use workpump_actors::port::{DeathWatch, Doorbell};
 use workpump_actors::registry::{Group, Placement, Registry, Spec};
 use workpump_actors::runner::Runner;
 use workpump_actors::tree::{DrainReport, Engine, EngineParts};
@@ -162,6 +162,7 @@ impl Builder {
             identity,
             sweep: Arc::new(PgSweepStore::new(&schema, work.pool())),
             watch,
+            doorbell: Some(Arc::clone(&work) as Arc<dyn Doorbell>),
             work,
             direct: Some(Arc::new(PgDirectConnector::new(&schema, direct.clone(), io.handle()))),
             instances: Arc::new(PgInstanceStore::new(&schema, direct.clone(), pooled.clone())),

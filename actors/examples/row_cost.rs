@@ -142,6 +142,7 @@ fn measure(name: &str, rows: usize, streams: usize, runner: Trivial) {
                 process_id: 0,
             },
             work: Arc::clone(&mill) as _,
+            doorbell: None,
             instances: Arc::clone(&mill) as _,
             sweep: FakeSweep::new(),
             watch: None,

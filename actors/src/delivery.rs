@@ -195,11 +195,11 @@ impl Settlement {
         SettleItem { key: self.key(), epoch: self.epoch(), verdict: self.verdict.clone() }
     }
 
-    /// Whether writing it makes a row claimable at once: this one, or the next of its stream.
+    /// Whether writing it makes a row claimable that nobody is rung for: this one, at once or when its time has come, or the next of its
+    /// stream.
     pub fn frees_work(&self) -> bool {
         match &self.verdict {
-            Verdict::Release => true,
-            Verdict::Retry { after, .. } => after.is_zero(),
+            Verdict::Release | Verdict::Retry { .. } => true,
             Verdict::Complete | Verdict::DeadLetter { .. } => self.more_behind,
         }
     }

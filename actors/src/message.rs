@@ -3,6 +3,8 @@
 //! The rule: a message says what happened or what is wanted, never to whom; only the tree knows who gets it. A wake carries no data and
 //! coalesces. The failure this prevents: actors that know each other and can only be tested together.
 
+mod gate;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,6 +15,8 @@ use serde::Serialize;
 use crate::delivery::{Delivery, ExtendError, Settlement};
 use crate::instance::{AliveLock, Gate, InstanceId};
 use crate::work::{ClaimEpoch, WorkKey};
+
+pub use gate::{MAX_CHANNEL_BYTES, SubscribeError};
 
 /// Work may have become claimable: claim now, at any depth of backoff. Many of them are as good as one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Message)]
@@ -30,14 +34,18 @@ pub struct GateChanged(pub Gate);
 #[rtype(result = "()")]
 pub struct SubscribeToGate(pub Recipient<GateChanged>);
 
-/// Hear a channel of NOTIFY over the instance's one direct session, for as long as the recipient lives. Asking twice is asking once.
+/// Hear a channel of NOTIFY over the instance's one direct session, for as long as the recipient lives. Asking twice is asking once, but
+/// for being told again that the channel is listened to; so an actor may ask in its factory, in every life.
 ///
 /// The first subscriber of a channel makes the session listen, the last one that leaves makes it stop; a channel is listened to again on
-/// every new session. Without a direct session nothing is heard.
+/// every new session. Without a direct session, and in the mode `Polling`, nothing is heard.
+///
+/// Nothing waits for a subscriber: a ring for which its mailbox has no room is dropped and counted, and [`Heard::Listening`] follows as soon
+/// as there is room.
 #[derive(Clone, Debug, Message)]
-#[rtype(result = "()")]
+#[rtype(result = "Result<(), SubscribeError>")]
 pub struct Subscribe {
-    /// The channel, at most 63 bytes.
+    /// The channel, 1 to 63 bytes, without NUL.
     pub channel: Arc<str>,
     /// Who hears it.
     pub to: Recipient<Heard>,
@@ -57,8 +65,8 @@ pub struct Unsubscribe {
 #[derive(Clone, Debug, PartialEq, Eq, Message)]
 #[rtype(result = "()")]
 pub enum Heard {
-    /// From now on the channel is listened to: after this subscription, or on a new session. Whatever was sent before may have been missed:
-    /// look at the state that the notifications are about.
+    /// From now on the channel is listened to: after this subscription, on a new session, or after rings that found the mailbox full.
+    /// Whatever was sent before may have been missed: look at the state that the notifications are about.
     Listening {
         /// The channel.
         channel: Arc<str>,

@@ -3,6 +3,7 @@
 //! The rule: the engine decides when and what, a store decides how. Two implementations exist (PostgreSQL in the facade, a fake in
 //! `testing`), and one conformance suite runs on both.
 
+mod doorbell;
 mod liveness;
 
 use std::sync::Arc;
@@ -10,6 +11,7 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 
+pub use doorbell::{ArmMode, Armed, Doorbell};
 pub use liveness::{
     DatabaseTime, DeathWatch, DirectConnector, DirectSession, Notification, NotificationSender,
     NotificationStream, Renewal, RenewalStore, Suspect, SuspectVerdict, SweepStore, Swept,

@@ -27,7 +27,7 @@ use crate::actor::warden::CatchUp;
 use crate::instance::{AliveLock, Gate, InstanceId, InstanceIdentity};
 use crate::message::{Account, Drain, GateChanged, Observe, RequestImmediatePoll};
 use crate::options::{Options, OptionsError};
-use crate::port::{DeathWatch, DirectConnector, InstanceStore, RenewalStore, SweepStore, WorkStore};
+use crate::port::{DeathWatch, DirectConnector, Doorbell, InstanceStore, RenewalStore, SweepStore, WorkStore};
 use crate::registry::{GaveUp, Group, Host, Name, Registry, StartFailed};
 use crate::runner::Runner;
 use crate::work::Category;
@@ -46,6 +46,8 @@ pub struct EngineParts {
     pub identity: InstanceIdentity,
     /// The work tables.
     pub work: Arc<dyn WorkStore>,
+    /// Wakes the instance when work arrives. `None`: nobody rings, and it polls.
+    pub doorbell: Option<Arc<dyn Doorbell>>,
     /// The membership table.
     pub instances: Arc<dyn InstanceStore>,
     /// Opens the direct session. `None`: there is none, and beats alone show that the instance is alive.

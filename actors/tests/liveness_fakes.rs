@@ -30,6 +30,9 @@ fn a_session_that_ends_takes_its_lock_its_channels_and_its_notifications_along()
             |payload: &str, own| Notification { channel: channel.clone(), payload: payload.to_owned(), own };
         assert_eq!(heard.recv().await, Some(rung("outbox", false)));
         assert_eq!(heard.recv().await, Some(rung("mine", true)));
+        session.listen(vec!["other".to_owned()]).await.unwrap();
+        session.unlisten(vec!["other".to_owned(), "never".to_owned()]).await.unwrap();
+        assert!(!direct.ring("other", "x") && direct.channels() == [channel.clone()]);
         direct.end_session();
         assert_eq!(heard.recv().await, None);
         assert!(!direct.holds_lock(me) && !direct.ring(&channel, "outbox"));

@@ -6,7 +6,7 @@ use std::time::Duration;
 use actix::prelude::*;
 use tokio::sync::Semaphore;
 use tokio::time::sleep;
-use workpump_actors::actor::notify_gate::{NotifyGateActor, NotifyGateParts};
+use workpump_actors::actor::notify_gate::{Channels, NotifyGateActor, NotifyGateParts};
 use workpump_actors::delivery::{Delivery, InFlight};
 use workpump_actors::instance::{AliveLock, InstanceId};
 use workpump_actors::message::{
@@ -29,6 +29,7 @@ struct Gate {
     in_flight: Arc<InFlight>,
     lock: TestProbe<AliveLockChanged>,
     trust: TestProbe<TrustProven>,
+    channels: Arc<Channels>,
     wake: TestProbe<RequestImmediatePoll>,
     ready: TestProbe<RequestImmediatePoll>,
     heartbeat: HeartbeatOptions,
@@ -49,6 +50,7 @@ impl Gate {
             in_flight: Arc::default(),
             lock: TestProbe::start(),
             trust: TestProbe::start(),
+            channels: Arc::default(),
             wake: TestProbe::start(),
             ready: TestProbe::start(),
             heartbeat,
@@ -68,6 +70,7 @@ impl Gate {
             connector: self.connected.then(|| Arc::new(self.server.clone()) as Arc<dyn DirectConnector>),
             alive_lock: vec![self.lock.recipient()],
             trust: vec![self.trust.recipient()],
+            channels: Arc::clone(&self.channels),
             wake: Some(self.wake.recipient()),
             ready: Box::new(move || ready.do_send(RequestImmediatePoll)),
             seed: 7,
@@ -105,6 +108,7 @@ fn nothing() -> NotifyGateParts {
         connector: None,
         alive_lock: Vec::new(),
         trust: Vec::new(),
+        channels: Arc::default(),
         wake: None,
         ready: Box::new(|| {}),
         seed: 0,

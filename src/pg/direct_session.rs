@@ -13,6 +13,7 @@ use tokio::time::timeout;
 use tokio_postgres::types::Type;
 use tokio_postgres::{Config, Row};
 use workpump_actors::instance::InstanceId;
+use workpump_actors::message::MAX_CHANNEL_BYTES;
 use workpump_actors::port::{DirectConnector, DirectSession, NotificationStream, PortFuture, StoreError};
 
 use super::direct::DirectClient;
@@ -24,8 +25,6 @@ use super::statement::direct as statement;
 const DEADLINE: Duration = Duration::from_secs(6);
 /// The server's limit, below it.
 const STATEMENT_TIMEOUT: Duration = Duration::from_secs(5);
-/// The longest name of a channel: LISTEN cuts off the rest, and then hears nothing.
-const MAX_CHANNEL: usize = 63;
 
 struct Texts {
     claim: String,
@@ -116,13 +115,19 @@ impl PgDirectSession {
     }
 
     async fn listen_now(&self, channels: Vec<String>) -> Result<(), StoreError> {
-        if let Some(bad) = channels.iter().find(|name| name.len() > MAX_CHANNEL || name.contains('\0')) {
+        if let Some(bad) = channels.iter().find(|name| name.len() > MAX_CHANNEL_BYTES || name.contains('\0'))
+        {
             let message =
-                format!("channel {bad:?} cannot be listened to: at most {MAX_CHANNEL} bytes, no NUL");
+                format!("channel {bad:?} cannot be listened to: at most {MAX_CHANNEL_BYTES} bytes, no NUL");
             return Err(StoreError::Rejected { code: "42622".to_owned(), message });
         }
         let text = statement::listen(&channels);
         self.ask("LISTEN", nobody(), self.session.client().batch_execute(&text)).await
+    }
+
+    async fn unlisten_now(&self, channels: Vec<String>) -> Result<(), StoreError> {
+        let text = statement::unlisten(&channels);
+        self.ask("UNLISTEN", nobody(), self.session.client().batch_execute(&text)).await
     }
 
     async fn notify_now(&self, channel: String, payload: String) -> Result<(), StoreError> {
@@ -143,6 +148,10 @@ impl DirectSession for PgDirectSession {
 
     fn listen(&self, channels: Vec<String>) -> PortFuture<'_, ()> {
         self.listen_now(channels).boxed()
+    }
+
+    fn unlisten(&self, channels: Vec<String>) -> PortFuture<'_, ()> {
+        self.unlisten_now(channels).boxed()
     }
 
     fn notify(&self, channel: String, payload: String) -> PortFuture<'_, ()> {

@@ -7,6 +7,7 @@
 //! | `session.rs` | sessions, who drives them, what they may wait for |
 //! | `direct.rs` | sessions that are proved to lead past every pooler |
 //! | `kept_session.rs` | a session that one duty keeps to itself |
+//! | `claim_session.rs` | the session that claims and holds the arm lock |
 //! | `pool.rs` | the small pool for settlements |
 //! | `statement/` | every SQL text |
 //! | `row.rs`, `fault.rs` | columns and errors to values |
@@ -16,6 +17,7 @@
 //!
 //! Tests of this room on a real server stand in `tests/pg/`: it is not public, and they see it from inside.
 
+pub(crate) mod claim_session;
 pub(crate) mod death_watch;
 pub(crate) mod direct;
 pub(crate) mod direct_session;

@@ -3,17 +3,21 @@
 //! A PostgreSQL connection is driven by the runtime that opened it. The failure this prevents: a busy arbiter thread stalls a query
 //! that another thread is waiting for. So every session but the heartbeat's is opened on a runtime of its own, the db-io runtime.
 
-use std::future::poll_fn;
+use std::future::{Future, poll_fn};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use tokio::sync::watch;
 use tokio::time::timeout;
+use tokio_postgres::types::Type;
 use tokio_postgres::{AsyncMessage, Client, Config, NoTls, Socket, tls::NoTlsStream};
 use tracing::{debug, info};
+use uuid::Uuid;
 
 use super::fault::describe;
 use super::limits::{Limits, refuses_options};
+use super::statement::direct as statement;
 
 /// The server gives a statement up before the client does, so nothing is claimed for a caller who has left. Behind a pooler, which
 /// takes no such limit, `release_unheld` makes good for it.
@@ -51,6 +55,10 @@ pub(crate) struct Session {
     pub(crate) client: Client,
     /// Set when the server said that a claim left something behind; taken by whoever asks.
     has_more: Arc<AtomicBool>,
+    /// What was sent along to see whether it shows back; none where options are refused.
+    mark: Option<String>,
+    /// Its other half lives as long as the connection.
+    end: watch::Receiver<()>,
 }
 
 impl Session {
@@ -61,20 +69,57 @@ impl Session {
 
     /// The same with another limit for statements.
     pub(crate) async fn open_with(config: &Config, statement: Duration) -> Result<Self, OpenError> {
-        timeout(OPEN_DEADLINE, Self::connect(config, statement))
-            .await
-            .map_err(|_| OpenError::Late)?
-            .map_err(OpenError::Refused)
+        Self::within_deadline(Self::connect(config, Limits::new(Some(statement)), None)).await
     }
 
-    async fn connect(config: &Config, statement: Duration) -> Result<Self, tokio_postgres::Error> {
-        let (client, connection) = match Limits::new(Some(statement)).connect(config).await {
-            Err(error) if refuses_options(&error) => config.connect(NoTls).await?,
-            other => other?,
+    /// One that may lead through a pooler, and can tell whether it does: see [`Session::backend`].
+    pub(crate) async fn open_marked(config: &Config) -> Result<Self, OpenError> {
+        let mark = Uuid::now_v7().to_string();
+        let mut limits = Limits::new(Some(STATEMENT_TIMEOUT));
+        // It sleeps by design.
+        limits.add("idle_session_timeout", "0");
+        limits.add(statement::MARK, mark.as_str());
+        Self::within_deadline(Self::connect(config, limits, Some(mark))).await
+    }
+
+    async fn within_deadline(
+        opening: impl Future<Output = Result<Self, tokio_postgres::Error>>,
+    ) -> Result<Self, OpenError> {
+        timeout(OPEN_DEADLINE, opening).await.map_err(|_| OpenError::Late)?.map_err(OpenError::Refused)
+    }
+
+    async fn connect(
+        config: &Config,
+        mut limits: Limits,
+        mark: Option<String>,
+    ) -> Result<Self, tokio_postgres::Error> {
+        let (client, connection, mark) = match limits.connect(config).await {
+            Err(error) if refuses_options(&error) => {
+                let (client, connection) = config.connect(NoTls).await?;
+                (client, connection, None)
+            }
+            opened => opened.map(|(client, connection)| (client, connection, mark))?,
         };
         let has_more = Arc::new(AtomicBool::new(false));
-        tokio::spawn(drive(connection, Arc::clone(&has_more)));
-        Ok(Self { client, has_more })
+        let (lives, end) = watch::channel(());
+        tokio::spawn(drive(connection, Arc::clone(&has_more), lives));
+        Ok(Self { client, has_more, mark, end })
+    }
+
+    /// The backend at the other end, if the mark shows back in it: then it is the only one. `None`: a pooler is between.
+    pub(crate) async fn backend(&self) -> Result<Option<i32>, tokio_postgres::Error> {
+        let Some(mark) = &self.mark else { return Ok(None) };
+        let names: [&str; 0] = [];
+        let params = [(&statement::MARK as _, Type::TEXT), (&names.as_slice() as _, Type::TEXT_ARRAY)];
+        let row = self.client.query_typed_one(statement::INTRODUCE, &params).await?;
+        let shown: Option<&str> = row.try_get(2)?;
+        (shown == Some(mark.as_str())).then(|| row.try_get(0)).transpose()
+    }
+
+    /// Resolves when the connection has ended, however that came about.
+    pub(crate) fn ended(&self) -> impl Future<Output = ()> + Send + 'static {
+        let mut end = self.end.clone();
+        async move { while end.changed().await.is_ok() {} }
     }
 
     /// Whether a claim since the last call left something behind.
@@ -83,8 +128,12 @@ impl Session {
     }
 }
 
-/// Drives a connection to its end. Notices arrive before the answer they belong to.
-async fn drive(mut connection: tokio_postgres::Connection<Socket, NoTlsStream>, has_more: Arc<AtomicBool>) {
+/// Drives a connection to its end, and lets go of `_lives` then. Notices arrive before the answer they belong to.
+async fn drive(
+    mut connection: tokio_postgres::Connection<Socket, NoTlsStream>,
+    has_more: Arc<AtomicBool>,
+    _lives: watch::Sender<()>,
+) {
     loop {
         match poll_fn(|cx| connection.poll_message(cx)).await {
             Some(Ok(AsyncMessage::Notice(notice))) if notice.message() == "whizbang.has_more=true" => {

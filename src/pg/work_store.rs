@@ -5,22 +5,21 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use tokio::runtime::Handle;
-use tokio::sync::Mutex;
-use tokio::time::timeout;
-use tokio_postgres::types::Type;
+use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Config, Row};
 use uuid::Uuid;
 use workpump_actors::instance::InstanceId;
 use workpump_actors::port::{
-    ClaimRequest, Claimed, PortFuture, SettleItem, Settled, StoreError, Verdict, WorkStore,
+    ArmMode, Armed, ClaimRequest, Claimed, Doorbell, PortFuture, SettleItem, Settled, StoreError, Verdict,
+    WorkStore,
 };
 use workpump_actors::work::{ClaimEpoch, WorkKey};
 
-use super::fault::{open_error, store_error};
-use super::pool::{StatementPool, late};
+use super::claim_session::ClaimSession;
+use super::fault::store_error;
+use super::pool::StatementPool;
 use super::row;
 use super::schema_name::SchemaName;
-use super::session::{CALL_DEADLINE, Session};
 use super::statement::work as statement;
 
 struct Texts {
@@ -28,14 +27,13 @@ struct Texts {
     settle: String,
     release_unheld: String,
     next_claimable: String,
+    pass_ring: String,
 }
 
 /// [`WorkStore`] on PostgreSQL: claims on a session of their own, everything else through a small pool.
 pub(crate) struct PgWorkStore {
     texts: Texts,
-    direct: Config,
-    io: Handle,
-    claim_session: Mutex<Option<Session>>,
+    session: ClaimSession,
     pool: Arc<StatementPool>,
     keep_completed: bool,
 }
@@ -56,10 +54,9 @@ impl PgWorkStore {
                 settle: statement::settle(schema),
                 release_unheld: statement::release_unheld(schema),
                 next_claimable: statement::next_claimable(schema),
+                pass_ring: statement::pass_ring(schema),
             },
-            direct,
-            io,
-            claim_session: Mutex::new(None),
+            session: ClaimSession::new(schema, direct, io),
             pool,
             keep_completed,
         }
@@ -71,46 +68,28 @@ impl PgWorkStore {
     }
 
     async fn claim_now(&self, request: ClaimRequest) -> Result<Claimed, StoreError> {
-        let instance = request.instance;
-        let mut slot = self.claim_session.lock().await;
-        // Taken out for the call: a session that missed its deadline, or whose caller has gone, must not serve the next claim.
-        let session = match slot.take().filter(|session| !session.client.is_closed()) {
-            Some(session) => session,
-            None => self.open_session(instance).await?,
-        };
-        session.take_has_more();
         let categories: Vec<&str> = request.categories.iter().map(|category| category.as_str()).collect();
-        let answer = timeout(
-            CALL_DEADLINE,
-            session.client.query_typed(
-                &self.texts.claim,
-                &[
-                    (&instance.0, Type::UUID),
-                    (&(request.max_rows as i32), Type::INT4),
-                    (&(request.lease.as_secs() as i32), Type::INT4),
-                    (&(request.partition_count as i32), Type::INT4),
-                    (&categories, Type::TEXT_ARRAY),
-                    (&(request.stream_run as i32), Type::INT4),
-                    (&(request.max_bytes.min(i64::MAX as u64) as i64), Type::INT8),
-                ],
-            ),
-        )
-        .await
-        .map_err(|_| late("claim"))?;
-        let claimed = answer
-            .and_then(|rows| row::claimed(&rows))
-            .map(|works| Claimed { works, has_more: session.take_has_more() })
-            .map_err(|error| store_error(&error, instance));
-        *slot = Some(session);
-        claimed
-    }
-
-    async fn open_session(&self, instance: InstanceId) -> Result<Session, StoreError> {
-        let config = self.direct.clone();
-        let opened = self.io.spawn(async move { Session::open(&config).await }).await;
-        opened
-            .map_err(|_| StoreError::Unavailable("the pump's connections are shut down".to_owned()))?
-            .map_err(|error| open_error(&error, instance))
+        self.session
+            .call(request.instance, "claim", async |session| {
+                session.take_has_more();
+                let rows = session
+                    .client
+                    .query_typed(
+                        &self.texts.claim,
+                        &[
+                            (&request.instance.0, Type::UUID),
+                            (&(request.max_rows as i32), Type::INT4),
+                            (&(request.lease.as_secs() as i32), Type::INT4),
+                            (&(request.partition_count as i32), Type::INT4),
+                            (&categories, Type::TEXT_ARRAY),
+                            (&(request.stream_run as i32), Type::INT4),
+                            (&(request.max_bytes.min(i64::MAX as u64) as i64), Type::INT8),
+                        ],
+                    )
+                    .await?;
+                Ok(Claimed { works: row::claimed(&rows)?, has_more: session.take_has_more() })
+            })
+            .await
     }
 
     async fn settle_now(&self, instance: InstanceId, items: Vec<SettleItem>) -> Result<Settled, StoreError> {
@@ -168,13 +147,37 @@ impl PgWorkStore {
         }
     }
 
+    /// On the session of claims: an instance that sleeps without polls learns by it that the session is dead.
     async fn next_claimable_now(&self, instance: InstanceId) -> Result<Option<Duration>, StoreError> {
         let rows = self
-            .pool
-            .query(instance, "next due time", &self.texts.next_claimable, &[(&instance.0, Type::UUID)])
+            .session
+            .call(instance, "next due time", async |session| {
+                session.client.query_typed(&self.texts.next_claimable, &[(&instance.0, Type::UUID)]).await
+            })
             .await?;
         let milliseconds: Option<i64> = first(&rows, instance)?;
         Ok(milliseconds.map(|milliseconds| Duration::from_millis(milliseconds.max(0).unsigned_abs())))
+    }
+
+    async fn pass_ring_now(&self, instance: InstanceId) -> Result<bool, StoreError> {
+        let params: [(&(dyn ToSql + Sync), Type); 1] = [(&instance.0, Type::UUID)];
+        let rows = self.pool.query(instance, "ring that is passed on", &self.texts.pass_ring, &params).await?;
+        Ok(first::<Option<Uuid>>(&rows, instance)?.flatten().is_some())
+    }
+}
+
+/// Armed is the session that claims. Rings are passed on beside it: it may be waiting for the lock.
+impl Doorbell for PgWorkStore {
+    fn arm(&self, instance: InstanceId, wait: Duration, mode: ArmMode) -> PortFuture<'_, Option<Armed>> {
+        self.session.arm(instance, wait, mode).boxed()
+    }
+
+    fn disarm(&self, instance: InstanceId) -> PortFuture<'_, ()> {
+        self.session.disarm(instance).boxed()
+    }
+
+    fn pass_ring(&self, instance: InstanceId) -> PortFuture<'_, bool> {
+        self.pass_ring_now(instance).boxed()
     }
 }
 

@@ -80,6 +80,24 @@ async fn rings_are_heard_in_order_and_ones_own_are_marked() {
 }
 
 #[tokio::test]
+async fn a_channel_that_was_given_up_is_heard_no_more_and_can_be_heard_again() {
+    let db = common::database().await;
+    let (session, mut heard) = connect(db.url()).await.unwrap();
+    let odd = "*".to_owned();
+    session.listen(vec!["a".to_owned(), "b".to_owned(), odd.clone()]).await.unwrap();
+    session.unlisten(vec![odd.clone(), "never".to_owned()]).await.unwrap();
+    session.unlisten(vec!["a".to_owned()]).await.unwrap();
+    session.unlisten(Vec::new()).await.unwrap();
+    for channel in ["a", "*", "b"] {
+        session.notify(channel.to_owned(), "1".to_owned()).await.unwrap();
+    }
+    assert_eq!(timeout(SOON, heard.recv()).await.unwrap(), Some(rung("b", "1", true)), "a star is a name");
+    session.listen(vec!["a".to_owned()]).await.unwrap();
+    session.notify("a".to_owned(), "2".to_owned()).await.unwrap();
+    assert_eq!(timeout(SOON, heard.recv()).await.unwrap(), Some(rung("a", "2", true)));
+}
+
+#[tokio::test]
 async fn a_ring_that_arrives_while_nobody_waits_is_kept() {
     let db = common::database().await;
     let (session, mut heard) = connect(db.url()).await.unwrap();

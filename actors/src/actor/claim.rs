@@ -1,9 +1,12 @@
 //! Claiming: the only caller of `claim`.
 //!
 //! The rule: permits first, then at most as many rows as permits; one claim at a time; one deadline per cycle, ended early by any wake.
+//! Where there is a doorbell nobody sleeps without its lock (`bell`), and whoever can take nothing passes its rings on (`full`).
 //! The failures this prevents: leasing more than can start soon, waking a hundred times for one piece of news, and sleeping twice over.
 
 mod answer;
+mod bell;
+mod full;
 mod hears;
 
 use std::sync::Arc;
@@ -19,15 +22,17 @@ use crate::instance::{Gate, InstanceId};
 use crate::message::{BeatNow, Dispatch, Evicted, HandBack, PingNow};
 use crate::options::Options;
 use crate::policy::poll::{PollCadence, Wait};
-use crate::port::{ClaimRequest, WorkStore};
+use crate::port::{ClaimRequest, Doorbell, WorkStore};
 use crate::standing::Standing;
 use crate::work::Category;
 
 use super::{Alarm, Health, now};
 use answer::Answer;
+use bell::{Bell, Outcome, Stage};
+use full::Passing;
 
 /// What the claiming actor is made of.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct ClaimParts {
     /// The knobs.
     pub options: Options,
@@ -43,6 +48,8 @@ pub struct ClaimParts {
     pub renewals: Arc<Renewals>,
     /// What is known about this instance.
     pub standing: Arc<Standing>,
+    /// Wakes it when work arrives, while the gate is available. `None`: nobody rings, and it polls.
+    pub doorbell: Option<Arc<dyn Doorbell>>,
     /// Runs rows.
     pub dispatch: Recipient<Dispatch>,
     /// Takes rows back that shall not be run.
@@ -57,6 +64,12 @@ pub struct ClaimParts {
     pub seed: u64,
 }
 
+impl std::fmt::Debug for ClaimParts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ClaimParts").field("instance", &self.instance).finish_non_exhaustive()
+    }
+}
+
 /// Where the cycle stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
@@ -64,6 +77,10 @@ enum Phase {
     Parked,
     /// Waiting for the alarm or a wake.
     Sleeping,
+    /// Waiting for a moment, awake, for what comes right behind.
+    Lingering,
+    /// Waiting for the arm lock.
+    Arming,
     /// Waiting for permits.
     Gathering,
     /// A claim is under way.
@@ -81,6 +98,10 @@ struct Counters {
     reconnect_catch_up: u64,
     recovered: u64,
     handed_back: u64,
+    arms: u64,
+    arm_timeouts: u64,
+    arm_losses: u64,
+    passed: u64,
 }
 
 /// Claims rows and hands them on.
@@ -104,6 +125,8 @@ pub struct ClaimActor {
     empty_polls: u32,
     contended: u32,
     due_misses: u32,
+    bell: Bell,
+    passing: Passing,
     /// When the last claim was sent, at the latest, whose outcome is unknown.
     lost_claim: Option<std::time::Instant>,
 }
@@ -118,6 +141,8 @@ impl Actor for ClaimActor {
     type Context = Context<Self>;
 
     fn started(&mut self, ctx: &mut Self::Context) {
+        // The one before it may have died asleep.
+        self.disarm(ctx);
         self.step(ctx);
     }
 }
@@ -144,6 +169,8 @@ impl ClaimActor {
             empty_polls: 0,
             contended: 0,
             due_misses: 0,
+            bell: Bell::new(parts.doorbell.clone(), lost_claim.is_some()),
+            passing: Passing::default(),
             lost_claim,
             parts,
         }
@@ -164,6 +191,7 @@ impl ClaimActor {
     fn wake(&mut self, ctx: &mut Context<Self>) {
         self.rung = true;
         self.look(ctx);
+        self.ring_on(ctx);
     }
 
     fn look(&mut self, ctx: &mut Context<Self>) {
@@ -191,11 +219,13 @@ impl ClaimActor {
     /// Decides what is next, unless an operation is under way: its answer comes back here.
     fn step(&mut self, ctx: &mut Context<Self>) {
         match self.phase {
-            Phase::Claiming | Phase::Asking => {}
-            Phase::Gathering if self.may_claim() => {}
-            Phase::Parked | Phase::Sleeping | Phase::Gathering if !self.may_claim() => self.park(ctx),
-            Phase::Sleeping if !self.wake => {}
-            Phase::Parked | Phase::Sleeping | Phase::Gathering => self.gather(ctx),
+            Phase::Claiming | Phase::Asking | Phase::Arming => {}
+            _ if !self.may_claim() => self.park(ctx),
+            Phase::Gathering => {}
+            Phase::Sleeping | Phase::Lingering if !self.wake => {}
+            Phase::Parked | Phase::Sleeping | Phase::Lingering => {
+                self.gather(if self.rung { Stage::Rung } else { Stage::Polled }, ctx);
+            }
         }
     }
 
@@ -206,6 +236,7 @@ impl ClaimActor {
             ctx.cancel_future(gathering);
         }
         self.phase = Phase::Parked;
+        self.rest_full(ctx);
         if let Some(drained) = self.drain.take() {
             // The tree may have given up on this drain; then nobody waits for the answer.
             let _ = drained.send(());
@@ -213,9 +244,11 @@ impl ClaimActor {
     }
 
     /// Waits for permits. Wakes that come meanwhile are served by the claim that follows.
-    fn gather(&mut self, ctx: &mut Context<Self>) {
+    fn gather(&mut self, stage: Stage, ctx: &mut Context<Self>) {
         self.alarm.clear(ctx);
         self.phase = Phase::Gathering;
+        self.bell.stage = stage;
+        self.may_fill_up(ctx);
         let permits = Arc::clone(&self.parts.permits);
         let most = self.parts.options.claim.max_streams_per_batch.max(1);
         let gathered = async move {
@@ -234,6 +267,7 @@ impl ClaimActor {
                 return;
             }
             act.gathering = None;
+            act.has_room(ctx);
             match permits {
                 Some(permits) if act.may_claim() && act.may_send() => act.claim(permits, ctx),
                 // Not allowed now, or any more, or the semaphore was closed for good. An `Unfence` follows the next proof.
@@ -281,14 +315,17 @@ impl ClaimActor {
         }));
     }
 
-    /// Waits for the next cycle as the cadence says.
-    fn rest(&mut self, again: bool, ctx: &mut Context<Self>) {
+    /// Waits for the next cycle, behind the doorbell where there is one, as the cadence says.
+    fn rest(&mut self, again: bool, outcome: Outcome, ctx: &mut Context<Self>) {
         self.phase = Phase::Sleeping;
         self.wake |= again;
         if self.wake || !self.may_claim() {
             return self.step(ctx);
         }
-        match self.cadence.wait(self.gate(), self.empty_polls) {
+        if self.settle_down(outcome, ctx) {
+            return;
+        }
+        match self.cadence.wait(self.heard_gate(), self.empty_polls) {
             Wait::For(wait) => self.sleep(wait, ctx),
             // No signal tells that a lost claim was carried out after all, or that a recovery would succeed now.
             Wait::UntilSignal if self.lost_claim.is_some() || self.parts.standing.must_recover() => {
@@ -309,7 +346,8 @@ impl ClaimActor {
         });
     }
 
-    /// Before a sleep without a timer: nothing else would notice a schedule that comes due.
+    /// Before a sleep without polls: nothing else would notice a schedule that comes due. Behind a doorbell it is asked for when armed, so
+    /// that whatever is stored later rings, and looked for again before a lease could end that a peer has taken since.
     fn ask_for_next_due(&mut self, ctx: &mut Context<Self>) {
         self.phase = Phase::Asking;
         let store = Arc::clone(&self.store);
@@ -318,11 +356,10 @@ impl ClaimActor {
         ctx.spawn(asked.into_actor(self).map(|answer, act, ctx| {
             act.phase = Phase::Sleeping;
             let wait = match answer {
-                Ok(None) => {
-                    act.due_misses = 0;
-                    return act.step(ctx);
-                }
-                Ok(Some(due)) => act.until_due(due),
+                Ok(due) => match act.until_due(due) {
+                    Some(wait) => wait,
+                    None => return act.step(ctx),
+                },
                 Err(error) => {
                     if act.health.wrong(&error) {
                         tracing::warn!(%error, "asking for the next due time failed");
@@ -336,13 +373,20 @@ impl ClaimActor {
     }
 
     /// A row that is due but cannot be claimed (somebody holds its lock) must not make a hot loop.
-    fn until_due(&mut self, due: Duration) -> Duration {
+    fn until_due(&mut self, due: Option<Duration>) -> Option<Duration> {
+        // A lease that was taken after this answer lasts for longer than that.
+        let again = self.bell.is_idle().then(|| self.parts.options.claim.lease() / 2);
+        let Some(due) = due else {
+            self.due_misses = 0;
+            return again;
+        };
         let floor = match self.due_misses {
             0 => Duration::from_millis(1),
             misses => self.cadence.backoff(Gate::Unconfigured, misses),
         };
         self.due_misses = if due > floor { 0 } else { self.due_misses.saturating_add(1) };
-        due.max(floor)
+        let due = due.max(floor);
+        Some(again.map_or(due, |again| due.min(again)))
     }
 
     fn state(&self) -> &'static str {
@@ -354,6 +398,8 @@ impl ClaimActor {
             _ if self.parts.standing.is_paused() => "paused",
             Phase::Parked => "parked",
             Phase::Sleeping => "waiting",
+            Phase::Lingering => "waiting for what comes right behind",
+            Phase::Arming => "waiting for producers at work, to fall asleep",
             Phase::Gathering => "waiting for permits",
             Phase::Claiming => "claiming",
             Phase::Asking => "asking for the next due time",

@@ -6,7 +6,10 @@
 //!
 //! An idle instance pings nobody. With work in hand it pings five times in a grace, at least once a second.
 
+mod channels;
 mod hears;
+mod listening;
+mod pings;
 mod session;
 
 use std::sync::Arc;
@@ -24,7 +27,9 @@ use crate::port::{DirectConnector, StoreError};
 use crate::standing::Standing;
 
 use super::{Alarm, Health, backoff};
-use session::{Open, Pings};
+pub use channels::Channels;
+use pings::Pings;
+use session::Open;
 
 /// First pause before another connect; the very first try after the loss of a session comes at once.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
@@ -66,6 +71,8 @@ pub struct NotifyGateParts {
     pub alive_lock: Vec<Recipient<AliveLockChanged>>,
     /// Learn of answered pings.
     pub trust: Vec<Recipient<TrustProven>>,
+    /// Who hears which channel: the same for every incarnation.
+    pub channels: Arc<Channels>,
     /// Learns that something was rung for.
     pub wake: Option<Recipient<RequestImmediatePoll>>,
     /// Called once it is connected and has asked for its lock, or knows that it is not to be had for now.
@@ -87,6 +94,11 @@ struct Counters {
     pings: u64,
     answered: u64,
     losses: u64,
+    heard: u64,
+    told: u64,
+    refused: u64,
+    listens: u64,
+    unlistens: u64,
 }
 
 /// Keeps the direct session.
@@ -94,6 +106,8 @@ pub struct NotifyGateActor {
     parts: NotifyGateParts,
     rng: SmallRng,
     health: Health,
+    /// That of the subscribers' channels.
+    channel_health: Health,
     counters: Counters,
     open: Option<Open>,
     /// Numbers the sessions, so that a late answer of an earlier one is known.
@@ -108,6 +122,11 @@ pub struct NotifyGateActor {
     over: bool,
     lock_retry: Alarm,
     lock_refusals: u32,
+    listen_retry: Alarm,
+    /// Ends the rest of channels that were refused.
+    resting: Alarm,
+    /// Looks for subscribers whose mailbox was full.
+    behind: Alarm,
     pings: Pings,
 }
 
@@ -145,6 +164,7 @@ impl NotifyGateActor {
             rng: SmallRng::seed_from_u64(parts.seed),
             parts,
             health: Health::default(),
+            channel_health: Health::default(),
             counters: Counters::default(),
             open: None,
             number: 0,
@@ -155,6 +175,9 @@ impl NotifyGateActor {
             over,
             lock_retry: Alarm::default(),
             lock_refusals: 0,
+            listen_retry: Alarm::default(),
+            resting: Alarm::default(),
+            behind: Alarm::default(),
             pings: Pings::default(),
         }
     }

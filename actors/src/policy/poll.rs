@@ -58,6 +58,11 @@ impl PollCadence {
         Duration::from_millis(self.base_milliseconds)
     }
 
+    /// The base while the gate is available.
+    pub fn healthy(&self) -> Duration {
+        Duration::from_millis(self.effective_base(Gate::Available))
+    }
+
     /// The backoff as if the safety net were on: for when the next due time could not be learnt.
     pub fn backoff(&self, gate: Gate, empty_polls: u32) -> Duration {
         let base = self.effective_base(gate);

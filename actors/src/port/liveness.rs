@@ -36,6 +36,9 @@ pub trait DirectSession: Send + Sync + 'static {
     /// Hears these channels as well, from now on. Asking twice for one changes nothing.
     fn listen(&self, channels: Vec<String>) -> PortFuture<'_, ()>;
 
+    /// Hears these channels no more. Asking for one that is not listened to changes nothing.
+    fn unlisten(&self, channels: Vec<String>) -> PortFuture<'_, ()>;
+
     /// Rings a channel. When this session listens to it too, it hears its own ring, marked as such.
     fn notify(&self, channel: String, payload: String) -> PortFuture<'_, ()>;
 

@@ -4,14 +4,14 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
 use super::table::{Row, Table};
 use crate::instance::InstanceId;
 use crate::lock;
 use crate::port::{
-    Beat, BeatAnswer, ClaimRequest, Claimed, InstanceStore, PortFuture, Renewal, RenewalStore, SettleItem,
+    ArmMode, Armed, Beat, BeatAnswer, ClaimRequest, Claimed, Doorbell, InstanceStore, PortFuture, Renewal, RenewalStore, SettleItem,
     Settled, StoreError, Verdict, WorkStore,
 };
 use crate::work::{ClaimEpoch, WorkKey};
@@ -35,6 +35,12 @@ pub enum Op {
     NextDue,
     /// `renew`
     Renew,
+    /// `arm`
+    Arm,
+    /// `disarm` of one that is armed
+    Disarm,
+    /// `pass_ring`
+    Pass,
 }
 
 /// One call, as it was made.
@@ -56,6 +62,12 @@ pub enum Call {
     NextDue,
     /// A flush of renewals, and for how long.
     Renew(Vec<(WorkKey, ClaimEpoch)>, Duration),
+    /// The arm lock was asked for, with so much patience.
+    Arm(ArmMode, Duration),
+    /// The arm lock was given back.
+    Disarm,
+    /// A ring was passed on.
+    Pass,
 }
 
 impl Call {
@@ -69,6 +81,9 @@ impl Call {
             Self::ReleaseUnheld(_) => Op::ReleaseUnheld,
             Self::NextDue => Op::NextDue,
             Self::Renew(..) => Op::Renew,
+            Self::Arm(..) => Op::Arm,
+            Self::Disarm => Op::Disarm,
+            Self::Pass => Op::Pass,
         }
     }
 }
@@ -100,6 +115,9 @@ struct State {
     evicted: HashSet<InstanceId>,
     strict: bool,
     locked: HashSet<WorkKey>,
+    armed: Option<ArmMode>,
+    /// Ends the session that holds the arm lock when it is dropped.
+    session: Option<watch::Sender<()>>,
 }
 
 /// Work tables and membership in memory.
@@ -107,6 +125,8 @@ pub struct FakeStore {
     state: Mutex<State>,
     origin: Instant,
     called: Notify,
+    /// Producers at work that found this instance awake.
+    producers: watch::Sender<bool>,
 }
 
 impl std::fmt::Debug for FakeStore {
@@ -119,7 +139,8 @@ impl FakeStore {
     /// Empty tables and a usable schema. Anyone may claim.
     pub fn new() -> Arc<Self> {
         let state = State { schema: true, ..State::default() };
-        Arc::new(Self { state: Mutex::new(state), origin: Instant::now(), called: Notify::new() })
+        let producers = watch::Sender::new(false);
+        Arc::new(Self { state: Mutex::new(state), origin: Instant::now(), called: Notify::new(), producers })
     }
 
     /// From now on only members may claim and settle.
@@ -257,6 +278,22 @@ impl FakeStore {
         lock(&self.state).table.lease_left(key)
     }
 
+    /// Whether producers are at work that found the instance awake: nobody can arm meanwhile.
+    pub fn set_producers_at_work(&self, at_work: bool) {
+        self.producers.send_replace(at_work);
+    }
+
+    /// The session of claims ends, and with it the arm lock.
+    pub fn end_claim_session(&self) {
+        let mut state = lock(&self.state);
+        (state.armed, state.session) = (None, None);
+    }
+
+    /// Whether the arm lock is held, and why.
+    pub fn armed(&self) -> Option<ArmMode> {
+        lock(&self.state).armed
+    }
+
     /// Notes a call and answers it by script, or by `act`.
     async fn answer<T>(
         &self,
@@ -326,6 +363,40 @@ impl WorkStore for FakeStore {
 
     fn next_claimable_in(&self, _: InstanceId) -> PortFuture<'_, Option<Duration>> {
         Box::pin(self.answer(Call::NextDue, |state| Ok(state.table.next_claimable_in())))
+    }
+}
+
+impl Doorbell for FakeStore {
+    fn arm(&self, _: InstanceId, wait: Duration, mode: ArmMode) -> PortFuture<'_, Option<Armed>> {
+        Box::pin(async move {
+            self.answer(Call::Arm(mode, wait), |_| Ok(())).await?;
+            let mut producers = self.producers.subscribe();
+            let ended = tokio::time::timeout(wait, producers.wait_for(|at_work| !at_work)).await.is_ok();
+            let mut state = lock(&self.state);
+            if !ended && state.armed.is_none() {
+                return Ok(None);
+            }
+            state.armed = Some(mode);
+            let mut session = state.session.get_or_insert_with(|| watch::Sender::new(())).subscribe();
+            Ok(Some(Armed::until(async move { while session.changed().await.is_ok() {} })))
+        })
+    }
+
+    fn disarm(&self, _: InstanceId) -> PortFuture<'_, ()> {
+        Box::pin(async move {
+            if lock(&self.state).armed.is_none() {
+                return Ok(());
+            }
+            self.answer(Call::Disarm, |state| {
+                state.armed = None;
+                Ok(())
+            })
+            .await
+        })
+    }
+
+    fn pass_ring(&self, _: InstanceId) -> PortFuture<'_, bool> {
+        Box::pin(self.answer(Call::Pass, |_| Ok(true)))
     }
 }
 

@@ -28,6 +28,8 @@ pub enum DirectOp {
     ReleaseLock,
     /// `listen`
     Listen,
+    /// `unlisten`
+    Unlisten,
     /// `notify`
     Notify,
     /// `ping`
@@ -55,6 +57,10 @@ struct State {
     script: HashMap<DirectOp, VecDeque<Reply>>,
     always: Option<Always>,
     log: Vec<(Duration, DirectOp)>,
+    /// What was asked for in calls of `listen` and `unlisten`.
+    asked: Vec<(DirectOp, Vec<String>)>,
+    /// Channels that no session may listen to.
+    refused: BTreeSet<String>,
     sent: Vec<(String, String)>,
 }
 
@@ -130,6 +136,22 @@ impl FakeDirect {
     /// What the open session listens to.
     pub fn channels(&self) -> Vec<String> {
         lock(&self.0.state).open.iter().flat_map(|open| open.channels.iter().cloned()).collect()
+    }
+
+    /// What each call of this kind asked for: `Listen` or `Unlisten`.
+    pub fn asked(&self, op: DirectOp) -> Vec<Vec<String>> {
+        let state = lock(&self.0.state);
+        state.asked.iter().filter(|(of, _)| *of == op).map(|(_, channels)| channels.clone()).collect()
+    }
+
+    /// Whether the server refuses every statement that would listen to this channel.
+    pub fn set_refused(&self, channel: &str, refused: bool) {
+        let mut state = lock(&self.0.state);
+        if refused {
+            state.refused.insert(channel.to_owned())
+        } else {
+            state.refused.remove(channel)
+        };
     }
 
     /// Somebody else rings a channel. False: no open session listens to it.
@@ -265,8 +287,21 @@ impl DirectSession for FakeSession {
     }
 
     fn listen(&self, channels: Vec<String>) -> PortFuture<'_, ()> {
+        lock(&self.shared.state).asked.push((DirectOp::Listen, channels.clone()));
         Box::pin(self.shared.answer(DirectOp::Listen, move |state| {
+            if let Some(bad) = channels.iter().find(|channel| state.refused.contains(*channel)) {
+                let message = format!("channel {bad} is refused");
+                return Err(StoreError::Other { code: "42501".to_owned(), message });
+            }
             state.session(self.number)?.channels.extend(channels);
+            Ok(())
+        }))
+    }
+
+    fn unlisten(&self, channels: Vec<String>) -> PortFuture<'_, ()> {
+        lock(&self.shared.state).asked.push((DirectOp::Unlisten, channels.clone()));
+        Box::pin(self.shared.answer(DirectOp::Unlisten, move |state| {
+            state.session(self.number)?.channels.retain(|channel| !channels.contains(channel));
             Ok(())
         }))
     }

@@ -7,6 +7,7 @@ mod crash;
 mod fake;
 mod fake_direct;
 mod fake_peers;
+mod gate_rig;
 mod probe;
 mod renewal_rig;
 mod rig;
@@ -17,6 +18,7 @@ pub use crash::Crash;
 pub use fake::{Call, FakeStore, Op, Reply};
 pub use fake_direct::{DirectOp, FakeDirect};
 pub use fake_peers::{FakeDeathWatch, FakeSweep};
+pub use gate_rig::GateRig;
 pub use probe::{ProbeActor, TestProbe, runner};
 pub use renewal_rig::RenewalRig;
 pub use rig::{

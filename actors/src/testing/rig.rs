@@ -16,15 +16,16 @@ use crate::actor::dispatch::{DispatchActor, DispatchParts};
 use crate::actor::heartbeat::{HeartbeatActor, HeartbeatParts};
 use crate::actor::settle::{SettleActor, SettleParts};
 use crate::delivery::{Delivery, InFlight, Lease, Renewals};
-use crate::instance::{InstanceId, InstanceIdentity};
+use crate::instance::{Gate, InstanceId, InstanceIdentity};
 use crate::lane::{Crew, CrewParts};
 use crate::message::{
-    BeatNow, Dispatch, Evicted, Fence, HandBack, PingNow, RequestImmediatePoll, Settle, Unfence,
+    BeatNow, Dispatch, Evicted, Fence, GateChanged, HandBack, PingNow, RequestImmediatePoll, Settle, Unfence,
 };
 use crate::options::Options;
 use crate::policy::lease::LeaseTerms;
 use crate::policy::retry::RetryPolicy;
 use crate::policy::trust::TrustRule;
+use crate::port::Doorbell;
 use crate::registry::Group;
 use crate::runner::Runner;
 use crate::standing::{Standing, Trust};
@@ -51,6 +52,7 @@ pub fn engine_parts(
         options,
         identity: identity(),
         work: Arc::clone(store) as _,
+        doorbell: None,
         instances: Arc::clone(store) as _,
         sweep: FakeSweep::new(),
         watch: Some(FakeDeathWatch::new()),
@@ -128,8 +130,20 @@ pub struct ClaimRig {
 }
 
 impl ClaimRig {
-    /// Starts one, still fenced.
+    /// Starts one, still fenced. Nobody rings it.
     pub fn start(options: Options, store: &Arc<FakeStore>) -> Self {
+        Self::start_with(options, store, None)
+    }
+
+    /// Starts one as after the first accepted heartbeat, with an available gate, and armed by this store.
+    pub fn start_with_bell(options: Options, store: &Arc<FakeStore>) -> Self {
+        let rig = Self::start_with(options, store, Some(Arc::clone(store) as _));
+        rig.addr.do_send(GateChanged(Gate::Available));
+        rig.unfence();
+        rig
+    }
+
+    fn start_with(options: Options, store: &Arc<FakeStore>, doorbell: Option<Arc<dyn Doorbell>>) -> Self {
         let permits = Arc::new(Semaphore::new(options.dispatch.max_in_flight as usize));
         let in_flight: Arc<InFlight> = Arc::default();
         let standing: Arc<Standing> = Arc::default();
@@ -145,6 +159,7 @@ impl ClaimRig {
             in_flight: Arc::clone(&in_flight),
             renewals,
             standing: Arc::clone(&standing),
+            doorbell,
             dispatch: dispatch.recipient(),
             hand_back: hand_back.recipient(),
             beat_now: beat_now.recipient(),

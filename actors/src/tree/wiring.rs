@@ -19,18 +19,21 @@ use crate::actor::claim::{ClaimActor, ClaimParts};
 use crate::actor::dispatch::{DispatchActor, DispatchParts};
 use crate::actor::heartbeat::{HeartbeatActor, HeartbeatParts};
 use crate::actor::lease_renewal::{LeaseRenewalActor, LeaseRenewalParts};
-use crate::actor::notify_gate::{NotifyGateActor, NotifyGateParts};
+use crate::actor::notify_gate::{Channels, NotifyGateActor, NotifyGateParts};
 use crate::actor::settle::{SettleActor, SettleParts};
 use crate::actor::stale_sweep::{StaleSweepActor, StaleSweepParts, Subscribers};
 use crate::actor::warden::{CatchUp, Told, WardenActor};
 use crate::lane::{Crew, CrewParts};
 use crate::message::{
     AliveLockChanged, BeatNow, Evicted, ExtendLease, Fence, GateChanged, Pause, PingNow,
-    RequestImmediatePoll, Resume, Settle, SubscribeToEvictions, SweepNow, TrustProven, Unfence,
+    RequestImmediatePoll, Resume, Settle, Subscribe, SubscribeToEvictions, SweepNow, TrustProven, Unfence,
+    Unsubscribe,
 };
 use crate::options::Options;
 use crate::policy::retry::RetryPolicy;
-use crate::port::{DeathWatch, DirectConnector, InstanceStore, RenewalStore, SweepStore, WorkStore};
+use crate::port::{
+    DeathWatch, DirectConnector, Doorbell, InstanceStore, RenewalStore, SweepStore, WorkStore,
+};
 use crate::registry::{GaveUp, Group, Placement, Spec};
 use crate::runner::Runner;
 use crate::standing::Trust;
@@ -104,8 +107,8 @@ impl Specs {
         categories.dedup();
         let neighbours = (settle.addr().recipient(), heartbeat.addr().recipient());
         let dispatch = dispatch(Arc::clone(&wiring), parts.runners, parts.handlers, neighbours);
-        let claim =
-            claim(Arc::clone(&wiring), categories.into(), parts.work, dispatch.addr(), heartbeat.addr());
+        let stores = (parts.work, parts.doorbell);
+        let claim = claim(Arc::clone(&wiring), categories.into(), stores, dispatch.addr(), heartbeat.addr());
         let stale_sweep =
             stale_sweep(Arc::clone(&wiring), parts.sweep, parts.watch, claim.addr().recipient());
         // Set once, before anything starts; the factories read them when they run.
@@ -200,6 +203,7 @@ fn notify_gate(
     heartbeat: &Addr<HeartbeatActor>,
 ) -> Spec<NotifyGateActor> {
     let heartbeat = heartbeat.clone();
+    let channels: Arc<Channels> = Arc::default();
     Spec::new("notify_gate", move |cx| {
         let (life, ready) = (wiring.lives.current(), cx.ready());
         NotifyGateActor::new(NotifyGateParts {
@@ -210,12 +214,15 @@ fn notify_gate(
             connector: connector.clone(),
             alive_lock: vec![heartbeat.clone().recipient()],
             trust: vec![heartbeat.clone().recipient()],
+            channels: Arc::clone(&channels),
             wake: wiring.wake.get().cloned(),
             ready: Box::new(move || ready.ready()),
             seed: seed(),
         })
     })
     .liveness(VITAL_LIVENESS)
+    .provides::<Subscribe>()
+    .provides::<Unsubscribe>()
 }
 
 fn lease_renewal(wiring: Arc<Wiring>, store: Arc<dyn RenewalStore>) -> Spec<LeaseRenewalActor> {
@@ -357,7 +364,7 @@ fn stale_sweep(
 fn claim(
     wiring: Arc<Wiring>,
     categories: Arc<[Category]>,
-    store: Arc<dyn WorkStore>,
+    (store, doorbell): (Arc<dyn WorkStore>, Option<Arc<dyn Doorbell>>),
     dispatch: Addr<DispatchActor>,
     heartbeat: Addr<HeartbeatActor>,
 ) -> Spec<ClaimActor> {
@@ -370,6 +377,7 @@ fn claim(
             permits: Arc::clone(&wiring.permits),
             in_flight: Arc::clone(&life.in_flight),
             standing: Arc::clone(&life.standing),
+            doorbell: doorbell.clone(),
             probe: wiring.probe.clone(),
             renewals: Arc::clone(&life.renewals),
             dispatch: dispatch.clone().recipient(),

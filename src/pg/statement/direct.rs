@@ -33,9 +33,18 @@ pub(crate) fn work_channel(schema: &SchemaName) -> String {
 
 /// Hears the channels from now on.
 pub(crate) fn listen(channels: &[String]) -> String {
+    each("LISTEN", channels)
+}
+
+/// Hears the channels no more.
+pub(crate) fn unlisten(channels: &[String]) -> String {
+    each("UNLISTEN", channels)
+}
+
+fn each(command: &str, channels: &[String]) -> String {
     channels.iter().fold(String::new(), |mut text, channel| {
         // Writing to a String cannot fail.
-        let _ = write!(text, "LISTEN \"{}\";", channel.replace('"', "\"\""));
+        let _ = write!(text, "{command} \"{}\";", channel.replace('"', "\"\""));
         text
     })
 }
@@ -50,6 +59,7 @@ mod tests {
     #[test]
     fn odd_channels_are_quoted() {
         assert_eq!(listen(&["a".to_owned(), "b\"; drop".to_owned()]), "LISTEN \"a\";LISTEN \"b\"\"; drop\";");
+        assert_eq!(unlisten(&["*".to_owned(), "b\"".to_owned()]), "UNLISTEN \"*\";UNLISTEN \"b\"\"\";");
         assert_eq!(listen(&[]), "");
     }
 }

@@ -39,6 +39,7 @@ pub(crate) const MIGRATIONS: &[Migration] = &[
     migration!("0055_instance_alive_lock", "0.1.0"),
     migration!("0060_death_watch", "0.1.0"),
     migration!("0065_doorbells", "0.1.0"),
+    migration!("0067_arm", "0.1.0"),
     migration!("0070_store", "0.1.0"),
 ];
 

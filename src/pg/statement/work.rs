@@ -29,10 +29,32 @@ pub(crate) fn release_unheld(schema: &SchemaName) -> String {
     format!("SELECT {}.release_unheld($1, $2, $3)", schema.identifier())
 }
 
-/// Milliseconds until the next row becomes claimable by time alone, or null. `$1` instance.
+/// Milliseconds until the next row becomes claimable by time alone, or no row. `$1` instance.
 pub(crate) fn next_claimable(schema: &SchemaName) -> String {
     format!(
-        "SELECT ceil(extract(epoch FROM {}.next_claimable_at($1) - clock_timestamp()) * 1000)::bigint",
+        "SELECT ceil(extract(epoch FROM t - clock_timestamp()) * 1000)::bigint FROM {}.next_claimable_at($1) AS t WHERE isfinite(t)",
         schema.identifier()
     )
+}
+
+/// Takes the arm lock of `$1` for this session, waiting `$2` milliseconds at most, as a full one or not (`$3`); true when it was taken.
+/// And the backend that holds it.
+pub(crate) fn arm(schema: &SchemaName) -> String {
+    format!("SELECT {}.wh_arm($1, $2, $3), pg_catalog.pg_backend_pid()", schema.identifier())
+}
+
+/// The holder of the arm lock of `$1` is full, or is so no more (`$2`); false when it has to be asked again.
+pub(crate) fn set_full(schema: &SchemaName) -> String {
+    format!("SELECT {}.wh_set_full($1, $2)", schema.identifier())
+}
+
+/// Gives the arm lock of `$1` back, which was taken as a full one or not (`$2`).
+pub(crate) fn disarm(schema: &SchemaName) -> String {
+    format!("SELECT {}.wh_disarm($1, $2)::text", schema.identifier())
+}
+
+/// Rings a peer of `$1` that sleeps idle; the peer or null.
+pub(crate) fn pass_ring(schema: &SchemaName) -> String {
+    // Whoever hears it looks at everything, whatever it says.
+    format!("SELECT {}.wh_pass_ring($1, 'outbox')", schema.identifier())
 }

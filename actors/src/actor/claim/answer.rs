@@ -11,6 +11,7 @@ use rand::RngExt;
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::ClaimActor;
+use super::bell::Outcome;
 use crate::actor::now;
 use crate::delivery::{Delivery, Lease};
 use crate::message::{BeatNow, Dispatch, Evicted, HandBack, PingNow};
@@ -50,8 +51,17 @@ impl ClaimActor {
             self.parts.standing.recover();
         }
         let asked = permits.num_permits();
-        let again = match result {
-            Ok(claimed) => self.take(permits, sent_at.unwrap_or_else(now), claimed, asked),
+        let (again, outcome) = match result {
+            Ok(claimed) if claimed.works.is_empty() => {
+                self.nothing();
+                drop(permits);
+                (false, Outcome::Nothing)
+            }
+            Ok(claimed) => {
+                // Awake: from now on producers need not ring.
+                self.disarm(ctx);
+                (self.take(permits, sent_at.unwrap_or_else(now), claimed, asked), Outcome::Rows)
+            }
             Err(error) => {
                 drop(permits);
                 if sent_at.is_some() && error.outcome_is_unknown() {
@@ -62,10 +72,26 @@ impl ClaimActor {
                     self.sleep(pause, ctx);
                     return;
                 }
-                false
+                (false, Outcome::Error)
             }
         };
-        self.rest(again, ctx);
+        self.rest(again, outcome, ctx);
+    }
+
+    /// A claim went well and brought nothing.
+    fn nothing(&mut self) {
+        self.answered_well();
+        // Only the first look of a sleep is a poll of the cadence.
+        if self.bell.stage.is_first() {
+            self.empty_polls = self.empty_polls.saturating_add(1);
+        }
+        self.counters.empty += 1;
+    }
+
+    fn answered_well(&mut self) {
+        self.health.well();
+        self.contended = 0;
+        self.counters.startup_catch_up = 1;
     }
 
     /// Takes claimed rows in hand. Returns whether to claim again at once.
@@ -76,16 +102,9 @@ impl ClaimActor {
         claimed: Claimed,
         asked: usize,
     ) -> bool {
-        self.health.well();
-        self.contended = 0;
-        self.counters.startup_catch_up = 1;
+        self.answered_well();
         let Claimed { works, has_more } = claimed;
         let rows = works.len();
-        if rows == 0 {
-            self.empty_polls = self.empty_polls.saturating_add(1);
-            self.counters.empty += 1;
-            return false;
-        }
         self.empty_polls = 0;
         self.due_misses = 0;
         self.counters.rows += rows as u64;
@@ -101,7 +120,9 @@ impl ClaimActor {
         }
         drop(permits);
         let again = rows >= asked || has_more;
-        mark_runs(&mut deliveries, again, self.parts.options.dispatch.stream_run);
+        // Whoever sleeps until it is rung has to look behind every run: what was stored behind it has rung already, in vain.
+        let all = again || self.wants_bell();
+        mark_runs(&mut deliveries, all, self.parts.options.dispatch.stream_run);
         if self.parts.standing.is_evicted() {
             // They are leased to a burnt id: whoever evicted it hands them back.
             drop(deliveries);
@@ -143,7 +164,7 @@ impl ClaimActor {
 
 /// Marks the last row of every run behind which there may be more: the store stops at `stream_run` rows of an order key, and a claim that
 /// was cut short may have stopped anywhere. The failure this prevents: a deep stream that goes on only once per polling interval.
-fn mark_runs(deliveries: &mut [Delivery], cut_short: bool, stream_run: u32) {
+fn mark_runs(deliveries: &mut [Delivery], all: bool, stream_run: u32) {
     let mut runs: HashMap<OrderKey, (u32, usize)> = HashMap::new();
     for (at, delivery) in deliveries.iter().enumerate() {
         if let Some(key) = delivery.order_key() {
@@ -152,7 +173,7 @@ fn mark_runs(deliveries: &mut [Delivery], cut_short: bool, stream_run: u32) {
         }
     }
     for (rows, last) in runs.into_values() {
-        if cut_short || rows >= stream_run {
+        if all || rows >= stream_run {
             deliveries[last].expect_more_behind();
         }
     }

@@ -40,6 +40,9 @@ impl Handler<GateChanged> for ClaimActor {
             }
             Gate::Available | Gate::Unconfigured => {}
         }
+        if gate != Gate::Available {
+            self.disarm(ctx);
+        }
         self.wake(ctx);
     }
 }
@@ -97,6 +100,8 @@ impl Handler<Drain> for ClaimActor {
     /// learns of its death and asks the next one.
     fn handle(&mut self, _: Drain, ctx: &mut Self::Context) -> Self::Result {
         self.parts.standing.drain();
+        // It may have been rung and not looked yet. What is stored from now on rings everybody when it has left.
+        self.pass_once(ctx);
         let (drained, parked) = tokio::sync::oneshot::channel();
         self.drain = Some(drained);
         self.step(ctx);
@@ -125,6 +130,11 @@ impl Handler<Observe> for ClaimActor {
                 ("reconnect_catch_up", counters.reconnect_catch_up),
                 ("recovered", counters.recovered),
                 ("handed_back", counters.handed_back),
+                ("armed", self.bell.is_armed().into()),
+                ("arms", counters.arms),
+                ("arm_timeouts", counters.arm_timeouts),
+                ("arm_losses", counters.arm_losses),
+                ("passed_rings", counters.passed),
                 ("free_permits", self.parts.permits.available_permits() as u64),
                 ("in_flight", self.parts.in_flight.len() as u64),
             ],

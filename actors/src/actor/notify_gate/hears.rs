@@ -69,8 +69,7 @@ impl Handler<Drain> for NotifyGateActor {
 impl NotifyGateActor {
     fn quiet(&mut self, ctx: &mut Context<Self>) {
         self.reconnect.clear(ctx);
-        self.lock_retry.clear(ctx);
-        self.pings.next.clear(ctx);
+        self.quiet_session(ctx);
         (self.parts.ready)();
     }
 }
@@ -91,6 +90,12 @@ impl Handler<Observe> for NotifyGateActor {
                 ("pings", counters.pings),
                 ("pings_answered", counters.answered),
                 ("lock_held", u64::from(held)),
+                ("subscriptions", self.parts.channels.subscriptions()),
+                ("listens", counters.listens),
+                ("unlistens", counters.unlistens),
+                ("heard", counters.heard),
+                ("told", counters.told),
+                ("refused_full_mailbox", counters.refused),
             ],
         );
         MessageResult(account)

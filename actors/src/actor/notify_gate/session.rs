@@ -1,20 +1,22 @@
-//! What is done on an open session: listen, take the lock, ping, and notice its end.
+//! What is done on an open session: listen, take the lock, hear, and notice its end.
 //!
-//! The rule: every answer is matched with the session it belongs to. The failure this prevents: the late answer of a session that has
-//! ended, taken for a proof that the next one holds the lock.
+//! The rule: every answer is matched with the session it belongs to, and whatever is under way in a session ends with it. The failures
+//! this prevents: the late answer of a session that has ended, taken for a proof that the next one holds the lock, and a call without an
+//! answer that keeps a dead session open, with the lock in it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use actix::prelude::*;
 use futures_util::StreamExt;
+use tokio_util::sync::CancellationToken;
 
-use crate::actor::{Alarm, backoff, now};
-use crate::instance::AliveLock;
-use crate::message::{RequestImmediatePoll, TrustProven};
-use crate::port::{DirectSession, NotificationStream, StoreError};
-
+use super::listening::Listening;
 use super::{GOOD_LIFE, LOCK_PAUSE, NotifyGateActor, within_limit};
+use crate::actor::{backoff, now};
+use crate::instance::AliveLock;
+use crate::message::RequestImmediatePoll;
+use crate::port::{DirectSession, Notification, NotificationStream, StoreError};
 
 /// Notifications taken together: a flood of them is one wake.
 const TOGETHER: usize = 1_000;
@@ -26,16 +28,15 @@ pub(super) struct Open {
     opened_at: Instant,
     /// The number of the lock, while it is held.
     pub(super) lock: Option<u64>,
+    pub(super) listening: Listening,
+    /// Ends what is under way in it.
+    over: CancellationToken,
 }
 
-/// Where the pings stand.
-#[derive(Debug, Default)]
-pub(super) struct Pings {
-    pub(super) next: Alarm,
-    /// When the last one was sent.
-    pub(super) last: Option<Instant>,
-    under_way: bool,
-    again: bool,
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.over.cancel();
+    }
 }
 
 impl NotifyGateActor {
@@ -50,62 +51,103 @@ impl NotifyGateActor {
         self.health.well();
         self.pooler = false;
         let number = self.number;
-        let session: Arc<dyn DirectSession> = session.into();
-        self.open = Some(Open { number, session: Arc::clone(&session), opened_at: now(), lock: None });
+        self.open = Some(Open {
+            number,
+            session: session.into(),
+            opened_at: now(),
+            lock: None,
+            listening: Listening::default(),
+            over: CancellationToken::new(),
+        });
         self.lock_refusals = 0;
         let heard = stream.ready_chunks(TOGETHER).into_actor(self);
-        let heard = heard.map(|rings, act, _| act.heard(rings.len()));
-        ctx.spawn(heard.finish().map(move |(), act, ctx| act.ended(number, ctx)));
-        self.listen(session, number, ctx);
+        let heard = heard.map(move |rings, act, ctx| {
+            if act.is_open(number) {
+                act.heard(&rings, ctx);
+            }
+        });
+        ctx.spawn(heard.finish().map(move |(), act, ctx| {
+            if act.is_open(number) {
+                act.lost("the direct session has ended", ctx);
+            }
+        }));
+        self.listen(ctx);
     }
 
     fn is_open(&self, number: u64) -> bool {
         self.open.as_ref().is_some_and(|open| open.number == number)
     }
 
-    /// Listens to the own channel, and then goes for the lock.
-    fn listen(&mut self, session: Arc<dyn DirectSession>, number: u64, ctx: &mut Context<Self>) {
-        let instance = self.parts.instance;
-        let listening = async move {
-            within_limit(async {
-                let channel = session.work_channel(instance).await?;
-                session.listen(vec![channel]).await
-            })
-            .await
-        };
-        ctx.spawn(listening.into_actor(self).map(move |listening, act, ctx| {
-            if !act.is_open(number) {
-                return;
+    /// One call on the open session. `then` is not called when the session ends before the answer.
+    pub(super) fn ask<T: 'static>(
+        &self,
+        call: impl AsyncFnOnce(&dyn DirectSession) -> Result<T, StoreError> + 'static,
+        ctx: &mut Context<Self>,
+        then: impl FnOnce(&mut Self, Result<T, StoreError>, &mut Context<Self>) + 'static,
+    ) {
+        let Some(open) = &self.open else { return };
+        let (number, session, over) = (open.number, Arc::clone(&open.session), open.over.clone());
+        let answered = async move { over.run_until_cancelled(within_limit(call(&*session))).await };
+        ctx.spawn(answered.into_actor(self).map(move |answer, act, ctx| {
+            if let Some(answer) = answer.filter(|_| act.is_open(number)) {
+                then(act, answer, ctx);
             }
-            match listening {
-                // Whatever was rung for while nobody listened is found by a look.
-                Ok(()) if number > 1 => act.wake(),
-                Ok(()) => {}
-                // An older schema has no such channel; the lock is worth the session.
-                Err(error) => act.listen_again(&error, number, ctx),
-            }
-            act.claim_lock(ctx);
         }));
     }
 
-    fn listen_again(&mut self, error: &StoreError, number: u64, ctx: &mut Context<Self>) {
-        if self.health.wrong(error) {
-            tracing::warn!(%error, "this instance cannot listen to its channel; it is tried again");
-        }
-        ctx.run_later(LOCK_PAUSE.1, move |act, ctx| {
-            if let Some(open) = act.open.as_ref().filter(|open| open.number == number) {
-                let session = Arc::clone(&open.session);
-                act.listen(session, number, ctx);
+    /// Listens to the own channel, and then goes for the lock.
+    fn listen(&mut self, ctx: &mut Context<Self>) {
+        let instance = self.parts.instance;
+        let listening = async move |session: &dyn DirectSession| {
+            let channel = session.work_channel(instance).await?;
+            session.listen(vec![channel.clone()]).await.map(|()| channel)
+        };
+        self.ask(listening, ctx, |act, listening, ctx| {
+            match listening {
+                Ok(channel) => act.listening_to_work(&channel, ctx),
+                // An older schema has no such channel; the lock is worth the session.
+                Err(error) => act.listen_again(&error, ctx),
             }
+            act.claim_lock(ctx);
         });
     }
 
-    fn heard(&mut self, rings: usize) {
-        self.counters.rings += rings as u64;
-        self.wake();
+    fn listen_again(&mut self, error: &StoreError, ctx: &mut Context<Self>) {
+        if self.health.wrong(error) {
+            tracing::warn!(%error, "this instance cannot listen to its channel; it is tried again");
+        }
+        self.listen_retry.set(ctx, LOCK_PAUSE.1, |act, ctx| {
+            act.listen_retry.rang();
+            act.listen(ctx);
+        });
     }
 
-    fn wake(&self) {
+    /// The own channel and those of all subscribers were asked for once.
+    pub(super) fn all_asked_for(&mut self, _: &mut Context<Self>) {
+        // Whatever was rung for while nobody listened is found by a look.
+        if self.number > 1 {
+            self.wake();
+        }
+    }
+
+    /// The doorbells first: nothing that subscribers hear may keep a row waiting.
+    fn heard(&mut self, rings: &[Notification], ctx: &mut Context<Self>) {
+        let Some(open) = &self.open else { return };
+        let work = open.listening.work.clone();
+        let is_work = |ring: &&Notification| work.as_deref() == Some(ring.channel.as_str());
+        let doorbells = rings.iter().filter(is_work).count();
+        if doorbells > 0 {
+            self.counters.rings += doorbells as u64;
+            self.wake();
+        }
+        for ring in rings {
+            let told = self.parts.channels.ring(&ring.channel, &ring.payload);
+            self.counters.heard += u64::from(told.told + told.refused > 0);
+            self.told(told, ctx);
+        }
+    }
+
+    pub(super) fn wake(&self) {
         if let Some(wake) = &self.parts.wake {
             wake.do_send(RequestImmediatePoll);
         }
@@ -113,19 +155,19 @@ impl NotifyGateActor {
 
     /// Asks for the lock until it is held, for as long as the session lives.
     fn claim_lock(&mut self, ctx: &mut Context<Self>) {
-        let Some(open) = self.open.as_ref().filter(|open| open.lock.is_none()) else { return };
+        if self.open.as_ref().is_none_or(|open| open.lock.is_some()) {
+            return;
+        }
         if !self.wants_lock() {
             return (self.parts.ready)();
         }
         self.lock_retry.clear(ctx);
-        let (number, session, instance) = (open.number, Arc::clone(&open.session), self.parts.instance);
-        let claimed = async move { within_limit(session.claim_alive_lock(instance)).await };
-        ctx.spawn(claimed.into_actor(self).map(move |claimed, act, ctx| {
-            if act.is_open(number) {
-                act.lock_answered(claimed, ctx);
-                (act.parts.ready)();
-            }
-        }));
+        let instance = self.parts.instance;
+        let claim = async move |session: &dyn DirectSession| session.claim_alive_lock(instance).await;
+        self.ask(claim, ctx, |act, claimed, ctx| {
+            act.lock_answered(claimed, ctx);
+            (act.parts.ready)();
+        });
     }
 
     fn lock_answered(&mut self, claimed: Result<bool, StoreError>, ctx: &mut Context<Self>) {
@@ -161,17 +203,15 @@ impl NotifyGateActor {
         }
     }
 
-    /// The session has ended by itself.
-    fn ended(&mut self, number: u64, ctx: &mut Context<Self>) {
-        let Some(open) = self.open.as_ref().filter(|open| open.number == number) else { return };
+    /// The session has ended, or is given up: the next one is opened.
+    pub(super) fn lost(&mut self, why: &str, ctx: &mut Context<Self>) {
+        let Some(open) = &self.open else { return };
         let good = now().saturating_duration_since(open.opened_at) >= GOOD_LIFE;
         self.counters.losses += 1;
         self.end_session();
-        self.lock_retry.clear(ctx);
-        self.pings.next.clear(ctx);
-        self.pings.under_way = false;
-        if self.health.wrong(&"the direct session has ended") {
-            tracing::warn!("the direct session has ended; it is opened again");
+        self.quiet_session(ctx);
+        if self.health.wrong(&why) {
+            tracing::warn!(why, "the direct session is opened again");
         }
         if good {
             self.failures = 0;
@@ -181,52 +221,11 @@ impl NotifyGateActor {
         self.reconnect_in(pause, ctx);
     }
 
-    /// Sends one ping, unless one is under way, and the next after a pause while there is work in hand.
-    pub(super) fn ping(&mut self, ctx: &mut Context<Self>) {
-        let Some(open) = self.open.as_ref() else { return };
-        let Some(lock) = open.lock else { return };
-        if std::mem::replace(&mut self.pings.under_way, true) {
-            self.pings.again = true;
-            return;
+    /// Forgets every alarm that belongs to a session.
+    pub(super) fn quiet_session(&mut self, ctx: &mut Context<Self>) {
+        for alarm in [&mut self.lock_retry, &mut self.listen_retry, &mut self.resting, &mut self.behind] {
+            alarm.clear(ctx);
         }
-        self.pings.again = false;
-        self.counters.pings += 1;
-        let (number, session, sent_at) = (open.number, Arc::clone(&open.session), now());
-        self.pings.last = Some(sent_at);
-        self.pings.next.set(ctx, self.parts.standing.trust_rule().ping_pause(), |act, ctx| {
-            act.pings.next.rang();
-            if !act.parts.in_flight.is_empty() || act.parts.standing.is_doubted() {
-                act.ping(ctx);
-            }
-        });
-        let pinged = async move { within_limit(session.ping()).await };
-        ctx.spawn(pinged.into_actor(self).map(move |answer, act, ctx| {
-            if act.is_open(number) {
-                act.pings.under_way = false;
-                act.ping_answered(answer, lock, sent_at);
-                if act.pings.again {
-                    act.ping(ctx);
-                }
-            }
-        }));
-    }
-
-    fn ping_answered(&mut self, answer: Result<(), StoreError>, lock: u64, sent_at: Instant) {
-        match answer {
-            Ok(()) => {
-                self.counters.answered += 1;
-                self.health.well();
-                self.parts.standing.pinged(lock, sent_at);
-                for recipient in &self.parts.trust {
-                    recipient.do_send(TrustProven { sent_at });
-                }
-            }
-            // The end of the session, if it is one, is told by its stream.
-            Err(error) => {
-                if self.health.wrong(&error) {
-                    tracing::warn!(%error, "a ping of the direct session was not answered");
-                }
-            }
-        }
+        self.forget_pings(ctx);
     }
 }

@@ -1,0 +1,251 @@
+//! Falling asleep behind the doorbell, and waking up.
+//!
+//! The rule: producers ring only who holds its arm lock. So before a sleep: look, linger, look, take the lock, and look once more. The
+//! lock is granted when every producer that counted on this instance being awake has ended, so the last look sees all they stored, and
+//! whoever comes later rings. The failure this prevents: a row whose producer was still at work when the instance fell asleep.
+//!
+//! A ring is answered with a claim under the lock. It is given back when there were rows: producers need not ring one who is awake. A ring
+//! in vain (a row for later, one behind a running one) costs two claims and leaves the lock where it is.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use actix::prelude::*;
+use tokio::time::Instant;
+
+use super::{ClaimActor, Phase};
+use crate::actor::backoff;
+use crate::instance::Gate;
+use crate::port::{ArmMode, Armed, Doorbell, StoreError};
+
+/// How long it stays awake after rows, and looks again after a ring in vain: what comes in a row comes within that, and a row that another
+/// claim had locked for a moment is free again.
+const LINGER: Duration = Duration::from_millis(2);
+
+/// The first wait for the arm lock; the next ones double up to the tight base. Claims wait behind it, and the server keeps what is dead
+/// for as long, so it is short while producers are.
+const FIRST_SLICE: Duration = Duration::from_millis(5);
+
+/// How long nothing is armed after a pooler answered: only somebody who changes the URL can help.
+const POOLER_PAUSE: Duration = Duration::from_mins(1);
+
+/// What a claim comes after.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// A timer.
+    #[default]
+    Polled,
+    /// News.
+    Rung,
+    /// The linger.
+    Lingered,
+    /// The arm lock, or a wait for it.
+    Armed,
+}
+
+impl Stage {
+    /// Whether it is the first look after a sleep.
+    pub(super) fn is_first(self) -> bool {
+        matches!(self, Self::Polled | Self::Rung)
+    }
+}
+
+/// How a claim ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Outcome {
+    Rows,
+    Nothing,
+    Error,
+}
+
+/// The doorbell, as far as the claimer knows.
+pub(super) struct Bell {
+    doorbell: Option<Arc<dyn Doorbell>>,
+    pub(super) stage: Stage,
+    armed: Option<ArmMode>,
+    /// Somebody before this claimer may have armed.
+    unknown: bool,
+    /// Waits for the end of the session that holds the lock.
+    watch: Option<SpawnHandle>,
+    /// Numbers the grants: the framework polls a cancelled watch once more.
+    grant: u64,
+    /// Waits for the lock in vain, in a row.
+    pub(super) slices: u32,
+    not_before: Option<Instant>,
+}
+
+impl Bell {
+    pub(super) fn new(doorbell: Option<Arc<dyn Doorbell>>, unknown: bool) -> Self {
+        Self {
+            doorbell,
+            stage: Stage::default(),
+            armed: None,
+            unknown,
+            watch: None,
+            grant: 0,
+            slices: 0,
+            not_before: None,
+        }
+    }
+
+    pub(super) fn doorbell(&self) -> Option<Arc<dyn Doorbell>> {
+        self.doorbell.clone()
+    }
+
+    pub(super) fn is_armed(&self) -> bool {
+        self.armed.is_some()
+    }
+
+    pub(super) fn is_idle(&self) -> bool {
+        self.armed == Some(ArmMode::Idle)
+    }
+
+    pub(super) fn is_full(&self) -> bool {
+        self.armed == Some(ArmMode::Full)
+    }
+}
+
+impl ClaimActor {
+    /// Whether this instance is to be rung when work arrives.
+    pub(super) fn wants_bell(&self) -> bool {
+        self.gate() == Gate::Available
+            && self.bell.doorbell.is_some()
+            && self.parts.options.claim.enabled
+            && !self.parts.categories.is_empty()
+            && self.bell.not_before.is_none_or(|at| at <= Instant::now())
+    }
+
+    /// The gate, as far as sleeping goes: producers ring only who is armed.
+    pub(super) fn heard_gate(&self) -> Gate {
+        match self.gate() {
+            Gate::Available if self.bell.doorbell.is_some() && !self.bell.is_idle() => Gate::Unconfigured,
+            gate => gate,
+        }
+    }
+
+    /// After a claim: whether there is something to do before a sleep. An error is waited out as the cadence says, armed or not.
+    pub(super) fn settle_down(&mut self, outcome: Outcome, ctx: &mut Context<Self>) -> bool {
+        if outcome == Outcome::Rows {
+            self.bell.slices = 0;
+        }
+        if !self.wants_bell() {
+            self.disarm(ctx);
+            return false;
+        }
+        match (outcome, self.bell.stage) {
+            (Outcome::Error, _) => return false,
+            (Outcome::Rows, _) | (Outcome::Nothing, Stage::Rung) => self.linger(ctx),
+            (Outcome::Nothing, _) if self.bell.is_idle() => return false,
+            (Outcome::Nothing, Stage::Polled) => self.linger(ctx),
+            (Outcome::Nothing, Stage::Lingered | Stage::Armed) => self.arm(ctx),
+        }
+        true
+    }
+
+    fn linger(&mut self, ctx: &mut Context<Self>) {
+        self.phase = Phase::Lingering;
+        self.alarm.set(ctx, LINGER, |act, ctx| {
+            act.alarm.rang();
+            if act.may_claim() {
+                act.gather(Stage::Lingered, ctx);
+            } else {
+                act.park(ctx);
+            }
+        });
+    }
+
+    /// How long the next wait for the lock takes.
+    pub(super) fn slice(&self) -> Duration {
+        let most = self.cadence.tight().max(FIRST_SLICE);
+        backoff(self.bell.slices.saturating_add(1), FIRST_SLICE, most)
+    }
+
+    /// Takes the lock, and looks once more whether it was to be had or not.
+    fn arm(&mut self, ctx: &mut Context<Self>) {
+        let (Some(doorbell), instance, wait) = (self.bell.doorbell(), self.parts.instance, self.slice()) else {
+            return;
+        };
+        self.phase = Phase::Arming;
+        let armed = async move { doorbell.arm(instance, wait, ArmMode::Idle).await };
+        ctx.spawn(armed.into_actor(self).map(|answer, act, ctx| {
+            act.phase = Phase::Sleeping;
+            if !act.note_arm(answer, ArmMode::Idle, ctx) {
+                let wait = act.cadence.backoff(Gate::Unconfigured, act.empty_polls);
+                return act.sleep(wait, ctx);
+            }
+            if !act.wants_bell() {
+                act.disarm(ctx);
+            }
+            if act.may_claim() {
+                act.gather(Stage::Armed, ctx);
+            } else {
+                act.park(ctx);
+            }
+        }));
+    }
+
+    /// Notes how a wait for the lock ended. False: by an error.
+    pub(super) fn note_arm(
+        &mut self,
+        answer: Result<Option<Armed>, StoreError>,
+        mode: ArmMode,
+        ctx: &mut Context<Self>,
+    ) -> bool {
+        match answer {
+            Ok(Some(armed)) => {
+                self.counters.arms += 1;
+                self.bell.slices = 0;
+                self.bell.armed = Some(mode);
+                self.watch(armed, ctx);
+            }
+            Ok(None) => {
+                self.counters.arm_timeouts += 1;
+                self.bell.slices = self.bell.slices.saturating_add(1);
+            }
+            Err(error) => {
+                if self.health.wrong(&error) {
+                    tracing::warn!(%error, "this instance cannot be rung for now, and polls");
+                }
+                if matches!(error, StoreError::NotDirect(_)) {
+                    self.bell.not_before = Some(Instant::now() + POOLER_PAUSE);
+                }
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Without the session nobody rings: what was stored since is looked for at once.
+    fn watch(&mut self, armed: Armed, ctx: &mut Context<Self>) {
+        self.bell.grant += 1;
+        let grant = self.bell.grant;
+        if let Some(watch) = self.bell.watch.take() {
+            ctx.cancel_future(watch);
+        }
+        self.bell.watch = Some(ctx.spawn(armed.ended().into_actor(self).map(move |(), act, ctx| {
+            if act.bell.grant == grant && act.bell.armed.take().is_some() {
+                act.counters.arm_losses += 1;
+                act.look(ctx);
+                act.ring_on(ctx);
+            }
+        })));
+    }
+
+    /// Gives the lock back, before any claim that is sent later. Should it fail, the end of the session frees it; until then producers
+    /// ring in vain.
+    pub(super) fn disarm(&mut self, ctx: &mut Context<Self>) {
+        let armed = self.bell.armed.take().is_some() || std::mem::take(&mut self.bell.unknown);
+        self.bell.grant += 1;
+        if let Some(watch) = self.bell.watch.take() {
+            ctx.cancel_future(watch);
+        }
+        if let Some(doorbell) = self.bell.doorbell().filter(|_| armed) {
+            let instance = self.parts.instance;
+            ctx.spawn(async move { doorbell.disarm(instance).await }.into_actor(self).map(|answer, _, _| {
+                if let Err(error) = answer {
+                    tracing::debug!(%error, "the arm lock could not be given back");
+                }
+            }));
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! The session that claims, and sleeps: claims and the arm lock have one, so that they end together.
+//!
+//! The rule: it is taken out for a call and only put back after the answer, so a call whose caller has gone, or whose time is up, ends
+//! the session and everything it holds. The failures this prevents: a claim that waits behind a statement of an earlier caller, and an
+//! arm lock of which nobody knows any more, held by a session that goes on.
+
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+use tokio::sync::Mutex;
+use tokio::time::timeout;
+use tokio_postgres::Config;
+use tokio_postgres::types::Type;
+use workpump_actors::instance::InstanceId;
+use workpump_actors::port::{ArmMode, Armed, StoreError};
+
+use super::fault::{open_error, store_error};
+use super::pool::late;
+use super::schema_name::SchemaName;
+use super::session::{CALL_DEADLINE, OpenError, Session};
+use super::statement::work as statement;
+
+struct Texts {
+    arm: String,
+    set_full: String,
+    disarm: String,
+}
+
+/// The session of claims, opened when it is first needed.
+pub(crate) struct ClaimSession {
+    direct: Config,
+    io: Handle,
+    texts: Texts,
+    slot: Mutex<Option<Held>>,
+}
+
+/// The session, and what it holds.
+struct Held {
+    session: Session,
+    armed: Option<(InstanceId, ArmMode)>,
+    /// Its backend, once it was asked; none behind a pooler.
+    backend: Option<Option<i32>>,
+}
+
+impl ClaimSession {
+    /// Opens nothing yet.
+    pub(crate) fn new(schema: &SchemaName, direct: Config, io: Handle) -> Self {
+        let texts = Texts {
+            arm: statement::arm(schema),
+            set_full: statement::set_full(schema),
+            disarm: statement::disarm(schema),
+        };
+        Self { direct, io, texts, slot: Mutex::new(None) }
+    }
+
+    /// One call on the session; it is opened if need be.
+    pub(crate) async fn call<T>(
+        &self,
+        instance: InstanceId,
+        what: &str,
+        call: impl AsyncFnOnce(&Session) -> Result<T, tokio_postgres::Error>,
+    ) -> Result<T, StoreError> {
+        self.hold(instance, what, async |held| call(&held.session).await).await
+    }
+
+    async fn hold<T>(
+        &self,
+        instance: InstanceId,
+        what: &str,
+        call: impl AsyncFnOnce(&mut Held) -> Result<T, tokio_postgres::Error>,
+    ) -> Result<T, StoreError> {
+        let mut slot = self.slot.lock().await;
+        let fit = slot.take().filter(|held| held.is_fit(instance));
+        let mut held = match fit {
+            Some(held) => held,
+            None => self.open(instance).await?,
+        };
+        let answer = timeout(CALL_DEADLINE, call(&mut held)).await.map_err(|_| late(what))?;
+        *slot = Some(held);
+        answer.map_err(|error| store_error(&error, instance))
+    }
+
+    async fn open(&self, instance: InstanceId) -> Result<Held, StoreError> {
+        let config = self.direct.clone();
+        let opened = self.io.spawn(async move { Session::open_marked(&config).await }).await;
+        let session = opened
+            .map_err(|_| StoreError::Unavailable("the pump's connections are shut down".to_owned()))?
+            .map_err(|error| open_error(&error, instance))?;
+        Ok(Held { session, armed: None, backend: None })
+    }
+
+    /// Takes the arm lock, unless the session has it already.
+    pub(crate) async fn arm(
+        &self,
+        instance: InstanceId,
+        wait: Duration,
+        mode: ArmMode,
+    ) -> Result<Option<Armed>, StoreError> {
+        let armed = self.hold(instance, "arm lock", async |held| held.arm(&self.texts, instance, wait, mode).await);
+        match armed.await? {
+            Some(armed) => Ok(armed),
+            None => Err(open_error(&not_direct(), instance)),
+        }
+    }
+
+    /// Gives the arm lock back. Asks the database nothing when the session does not hold it.
+    pub(crate) async fn disarm(&self, instance: InstanceId) -> Result<(), StoreError> {
+        if self.slot.lock().await.as_ref().is_none_or(|held| held.armed.is_none()) {
+            return Ok(());
+        }
+        self.hold(instance, "end of the arm lock", async |held| {
+            if let Some((_, mode)) = held.armed {
+                let params = [(&instance.0 as _, Type::UUID), (&(mode == ArmMode::Full) as _, Type::BOOL)];
+                held.session.client.query_typed_one(&self.texts.disarm, &params).await?;
+                held.armed = None;
+            }
+            Ok(())
+        })
+        .await
+    }
+}
+
+impl Held {
+    /// Whether it serves this instance: what an earlier life has armed ends with its session.
+    fn is_fit(&self, instance: InstanceId) -> bool {
+        !self.session.client.is_closed() && self.armed.is_none_or(|(whose, _)| whose == instance)
+    }
+
+    /// `None`: this session is not direct, and holds nothing.
+    async fn arm(
+        &mut self,
+        texts: &Texts,
+        instance: InstanceId,
+        wait: Duration,
+        mode: ArmMode,
+    ) -> Result<Option<Option<Armed>>, tokio_postgres::Error> {
+        let backend = match self.backend {
+            Some(backend) => backend,
+            None => *self.backend.insert(self.session.backend().await?),
+        };
+        let Some(backend) = backend else { return Ok(None) };
+        let full = mode == ArmMode::Full;
+        let armed = match self.armed {
+            Some((_, held)) if held == mode => true,
+            Some(_) => {
+                let params = [(&instance.0 as _, Type::UUID), (&full as _, Type::BOOL)];
+                self.session.client.query_typed_one(&texts.set_full, &params).await?.try_get(0)?
+            }
+            None => {
+                let wait = wait.as_millis().clamp(1, i32::MAX as u128) as i32;
+                let params =
+                    [(&instance.0 as _, Type::UUID), (&wait as _, Type::INT4), (&full as _, Type::BOOL)];
+                let row = self.session.client.query_typed_one(&texts.arm, &params).await?;
+                if row.try_get::<_, i32>(1)? != backend {
+                    self.backend = Some(None);
+                    return Ok(None);
+                }
+                row.try_get(0)?
+            }
+        };
+        if !armed {
+            return Ok(Some(None));
+        }
+        self.armed = Some((instance, mode));
+        Ok(Some(Some(Armed::until(self.session.ended()))))
+    }
+}
+
+fn not_direct() -> OpenError {
+    OpenError::NotDirect("claims go through a pooler, whose sessions can hold no arm lock".to_owned())
+}
