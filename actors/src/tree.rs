@@ -27,7 +27,9 @@ use crate::actor::warden::CatchUp;
 use crate::instance::{AliveLock, Gate, InstanceId, InstanceIdentity};
 use crate::message::{Account, Drain, GateChanged, Observe, RequestImmediatePoll};
 use crate::options::{Options, OptionsError};
-use crate::port::{DeathWatch, DirectConnector, Doorbell, InstanceStore, RenewalStore, SweepStore, WorkStore};
+use crate::port::{
+    DeathWatch, DirectConnector, Doorbell, InstanceStore, RenewalStore, SweepStore, WorkStore,
+};
 use crate::registry::{GaveUp, Group, Host, Name, Registry, StartFailed};
 use crate::runner::Runner;
 use crate::work::Category;

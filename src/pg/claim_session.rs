@@ -96,7 +96,8 @@ impl ClaimSession {
         wait: Duration,
         mode: ArmMode,
     ) -> Result<Option<Armed>, StoreError> {
-        let armed = self.hold(instance, "arm lock", async |held| held.arm(&self.texts, instance, wait, mode).await);
+        let armed =
+            self.hold(instance, "arm lock", async |held| held.arm(&self.texts, instance, wait, mode).await);
         match armed.await? {
             Some(armed) => Ok(armed),
             None => Err(open_error(&not_direct(), instance)),

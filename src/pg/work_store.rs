@@ -161,7 +161,8 @@ impl PgWorkStore {
 
     async fn pass_ring_now(&self, instance: InstanceId) -> Result<bool, StoreError> {
         let params: [(&(dyn ToSql + Sync), Type); 1] = [(&instance.0, Type::UUID)];
-        let rows = self.pool.query(instance, "ring that is passed on", &self.texts.pass_ring, &params).await?;
+        let rows =
+            self.pool.query(instance, "ring that is passed on", &self.texts.pass_ring, &params).await?;
         Ok(first::<Option<Uuid>>(&rows, instance)?.flatten().is_some())
     }
 }

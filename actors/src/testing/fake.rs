@@ -11,8 +11,8 @@ use super::table::{Row, Table};
 use crate::instance::InstanceId;
 use crate::lock;
 use crate::port::{
-    ArmMode, Armed, Beat, BeatAnswer, ClaimRequest, Claimed, Doorbell, InstanceStore, PortFuture, Renewal, RenewalStore, SettleItem,
-    Settled, StoreError, Verdict, WorkStore,
+    ArmMode, Armed, Beat, BeatAnswer, ClaimRequest, Claimed, Doorbell, InstanceStore, PortFuture, Renewal,
+    RenewalStore, SettleItem, Settled, StoreError, Verdict, WorkStore,
 };
 use crate::work::{ClaimEpoch, WorkKey};
 

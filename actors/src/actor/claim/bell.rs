@@ -162,7 +162,8 @@ impl ClaimActor {
 
     /// Takes the lock, and looks once more whether it was to be had or not.
     fn arm(&mut self, ctx: &mut Context<Self>) {
-        let (Some(doorbell), instance, wait) = (self.bell.doorbell(), self.parts.instance, self.slice()) else {
+        let (Some(doorbell), instance, wait) = (self.bell.doorbell(), self.parts.instance, self.slice())
+        else {
             return;
         };
         self.phase = Phase::Arming;

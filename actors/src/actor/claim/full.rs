@@ -148,7 +148,8 @@ impl ClaimActor {
         ctx.spawn(asked.into_actor(self).map(|due, act, ctx| {
             if act.is_full() && !act.passing.alarm.is_set() {
                 let most = act.cadence.healthy();
-                let wait = due.ok().flatten().map_or(most, |due| due.clamp(act.cadence.tight().min(most), most));
+                let wait =
+                    due.ok().flatten().map_or(most, |due| due.clamp(act.cadence.tight().min(most), most));
                 act.full_in(wait, ctx);
             }
         }));
@@ -159,11 +160,13 @@ impl ClaimActor {
         if let Some(doorbell) = self.bell.doorbell().filter(|_| self.wants_bell()) {
             let instance = self.parts.instance;
             self.counters.passed += 1;
-            ctx.spawn(async move { doorbell.pass_ring(instance).await }.into_actor(self).map(|answer, _, _| {
-                if let Err(error) = answer {
-                    tracing::debug!(%error, "the last ring could not be passed on");
-                }
-            }));
+            ctx.spawn(async move { doorbell.pass_ring(instance).await }.into_actor(self).map(
+                |answer, _, _| {
+                    if let Err(error) = answer {
+                        tracing::debug!(%error, "the last ring could not be passed on");
+                    }
+                },
+            ));
         }
     }
 }
