@@ -40,7 +40,10 @@ pub use pump::{Builder, WorkPump};
 pub use status::{CategoryStatus, Eviction, InstanceStatus, Status, evictions, status};
 pub use workpump_actors as engine;
 pub use workpump_actors::delivery::ExtendError;
-pub use workpump_actors::message::{Account, ExtendLease, GateChanged, RequestImmediatePoll};
+pub use workpump_actors::instance::Gate;
+pub use workpump_actors::message::{
+    Account, ExtendLease, GateChanged, GateReport, ProbeNow, RequestImmediatePoll, SubscribeToGate,
+};
 pub use workpump_actors::options::Options;
 pub use workpump_actors::runner::{Failure, Job, Runner};
 pub use workpump_actors::standing::Untrusted;

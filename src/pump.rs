@@ -10,7 +10,7 @@ use actix::Actor;
 use serde::de::DeserializeOwned;
 use tokio_postgres::Config;
 use workpump_actors::instance::{InstanceId, InstanceIdentity};
-use workpump_actors::message::Account;
+use workpump_actors::message::{Account, GateReport};
 use workpump_actors::options::Options;
 use workpump_actors::port::{DeathWatch, Doorbell};
 use workpump_actors::registry::{Group, Placement, Registry, Spec};
@@ -26,6 +26,7 @@ use crate::pg::death_watch::PgDeathWatch;
 use crate::pg::direct_session::PgDirectConnector;
 use crate::pg::instance_store::PgInstanceStore;
 use crate::pg::migrate::migrate_on;
+use crate::pg::producers_route::PgProducersRoute;
 use crate::pg::renewal_store::PgRenewalStore;
 use crate::pg::schema_name::SchemaName;
 use crate::pg::session::Session;
@@ -163,6 +164,7 @@ impl Builder {
             sweep: Arc::new(PgSweepStore::new(&schema, work.pool())),
             watch,
             doorbell: Some(Arc::clone(&work) as Arc<dyn Doorbell>),
+            route: Arc::new(PgProducersRoute::new(work.pool())),
             work,
             direct: Some(Arc::new(PgDirectConnector::new(&schema, direct.clone(), io.handle()))),
             instances: Arc::new(PgInstanceStore::new(&schema, direct.clone(), pooled.clone())),
@@ -284,6 +286,17 @@ impl WorkPump {
     /// Claims at once, whatever the poll interval: call it after the commit of a transaction that stored work.
     pub fn wake(&self) {
         self.engine.request_immediate_poll();
+    }
+
+    /// What is known of the notify gate: whether NOTIFY is proven to reach this pump, why not, and when that was last proven. Asks nobody.
+    pub fn gate(&self) -> GateReport {
+        self.engine.gate()
+    }
+
+    /// Proves now that NOTIFY reaches this pump, and says how it went: one ring through the database URL that has to come back on the direct
+    /// session, which is opened first if need be. Takes as long as `gate.probe_timeout_seconds` allows, or a connect.
+    pub async fn probe_gate(&self) -> GateReport {
+        self.engine.probe_gate().await
     }
 
     /// False while the pump takes no work: not registered yet, fenced, evicted until it is a member under a fresh id, or draining. For

@@ -38,8 +38,10 @@ pub struct InstanceStatus {
     pub lock_declared: bool,
     /// Whether work may be routed to it.
     pub accepts_work: bool,
-    /// The state of its notify gate, as it reported it.
+    /// The state of its notify gate, as its last heartbeat reported it: `available`, `unavailable`, `unconfigured`, or `unknown`.
     pub gate: String,
+    /// Why its gate is not available.
+    pub gate_reason: Option<String>,
     /// Whether it counts as alive, by the rule that evictions use.
     pub alive: bool,
     /// Rows it leases.
@@ -100,6 +102,7 @@ fn instance(row: &tokio_postgres::Row) -> Result<InstanceStatus, tokio_postgres:
         gate: row.try_get(8)?,
         alive: row.try_get(9)?,
         leases: row.try_get(10)?,
+        gate_reason: row.try_get(11)?,
     })
 }
 

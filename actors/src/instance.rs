@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use serde::Serialize;
 use uuid::Uuid;
 
 /// Names one incarnation of one pump. Never used twice: an evicted instance comes back under a fresh id.
@@ -35,7 +36,8 @@ pub struct InstanceIdentity {
 }
 
 /// Whether NOTIFY is known to reach this instance.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Gate {
     /// No gate exists: plain backoff.
     #[default]
@@ -44,6 +46,23 @@ pub enum Gate {
     Available,
     /// Broken or unproven: poll at the tight base, without backoff.
     Unavailable,
+}
+
+impl Gate {
+    /// Its name, as operators see it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Unconfigured => "unconfigured",
+            Self::Available => "available",
+            Self::Unavailable => "unavailable",
+        }
+    }
+}
+
+impl fmt::Display for Gate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
 }
 
 /// Whether this instance holds its session-level alive-lock.

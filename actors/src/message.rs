@@ -16,7 +16,7 @@ use crate::delivery::{Delivery, ExtendError, Settlement};
 use crate::instance::{AliveLock, Gate, InstanceId};
 use crate::work::{ClaimEpoch, WorkKey};
 
-pub use gate::{MAX_CHANNEL_BYTES, SubscribeError};
+pub use gate::{GateReport, MAX_CHANNEL_BYTES, ProbeNow, SubscribeError};
 
 /// Work may have become claimable: claim now, at any depth of backoff. Many of them are as good as one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Message)]
@@ -28,8 +28,9 @@ pub struct RequestImmediatePoll;
 #[rtype(result = "()")]
 pub struct GateChanged(pub Gate);
 
-/// Be told of the gate as it stands, and of every change from then on, exactly once each. Asking twice is asking once, so an actor may ask
-/// in its factory, in every life; whoever has ended is forgotten.
+/// Be told of the gate as it stands, and of every change from then on, exactly once each. Asking twice is asking once, but for being told
+/// again how it stands, so an actor may ask in its factory, in every life; whoever has ended is forgotten. Whose mailbox is full is told
+/// how the gate stands once there is room.
 #[derive(Clone, Debug, Message)]
 #[rtype(result = "()")]
 pub struct SubscribeToGate(pub Recipient<GateChanged>);
@@ -243,6 +244,8 @@ pub struct Account {
     pub state: &'static str,
     /// What it has counted since it started.
     pub counters: BTreeMap<&'static str, u64>,
+    /// What it has to say in words, by name.
+    pub notes: BTreeMap<&'static str, String>,
     /// The last error, if the last thing it tried failed or any did before.
     pub last_error: Option<String>,
     /// Seconds since something last went well.

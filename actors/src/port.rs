@@ -4,6 +4,7 @@
 //! `testing`), and one conformance suite runs on both.
 
 mod doorbell;
+mod gate;
 mod liveness;
 
 use std::sync::Arc;
@@ -12,12 +13,13 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 
 pub use doorbell::{ArmMode, Armed, Doorbell};
+pub use gate::ProducersRoute;
 pub use liveness::{
     DatabaseTime, DeathWatch, DirectConnector, DirectSession, Notification, NotificationSender,
     NotificationStream, Renewal, RenewalStore, Suspect, SuspectVerdict, SweepStore, Swept,
 };
 
-use crate::instance::{InstanceId, InstanceIdentity};
+use crate::instance::{Gate, InstanceId, InstanceIdentity};
 use crate::work::{Category, ClaimEpoch, ClaimedWork, FailureReason, WorkKey};
 
 /// The answer of a store, some time later.
@@ -181,6 +183,10 @@ pub struct Beat {
     pub lock_declared: bool,
     /// Whether peers may route work here.
     pub accepts_work: bool,
+    /// Whether NOTIFY reaches it, for operators.
+    pub gate: Gate,
+    /// Why not.
+    pub gate_reason: Option<String>,
 }
 
 /// The answer to a heartbeat.

@@ -5,9 +5,10 @@
 //! writes while the instance is fenced, or rises again after the instance has left.
 //!
 //! Who writes: the warden fences, unfences and notes an eviction before it tells anyone, so that a receiver that dies of the message
-//! leaves nothing unsaid. Everything else is written by the actor that hears it, as the first thing it does. What has no way back
-//! (an eviction, a drain, a departure) anyone may note.
+//! leaves nothing unsaid; so does the keeper of the direct session with the gate. Everything else is written by the actor that hears it,
+//! as the first thing it does. What has no way back (an eviction, a drain, a departure) anyone may note.
 
+mod gate;
 mod trust;
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -17,10 +18,12 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use crate::instance::{AliveLock, Gate};
+use crate::instance::AliveLock;
 use crate::lock;
 use crate::policy::trust::TrustRule;
 
+use gate::GateBook;
+pub use gate::GateKeeper;
 use trust::TrustBook;
 pub use trust::{Trust, Untrusted};
 
@@ -37,7 +40,7 @@ pub struct Standing {
     deregistered: Flag,
     recover: Flag,
     had_claimer: Flag,
-    gate: AtomicU8,
+    gate: GateBook,
     alive_lock: AtomicU8,
     alive_lock_since: Mutex<Option<Instant>>,
 }
@@ -73,9 +76,8 @@ impl Standing {
     /// That of the next life under a fresh id. What was wished for goes on.
     #[must_use]
     pub fn successor(&self) -> Self {
-        let next = Self { wishes: Arc::clone(&self.wishes), ..Self::new(self.trust_rule()) };
-        next.set_gate(self.gate());
-        next
+        let (wishes, gate) = (Arc::clone(&self.wishes), self.gate.successor());
+        Self { wishes, gate, ..Self::new(self.trust_rule()) }
     }
 }
 
@@ -189,18 +191,8 @@ impl Standing {
     }
 }
 
-/// What it has heard of the connection for news.
+/// What it has heard of its alive-lock.
 impl Standing {
-    /// Whether NOTIFY reaches it. Returns what was known before.
-    pub fn set_gate(&self, gate: Gate) -> Gate {
-        gate_of(self.gate.swap(gate as u8, Ordering::AcqRel))
-    }
-
-    /// Whether NOTIFY reaches it.
-    pub fn gate(&self) -> Gate {
-        gate_of(self.gate.load(Ordering::Acquire))
-    }
-
     /// Whether it holds its alive lock. Returns what was known before.
     pub fn set_alive_lock(&self, held: AliveLock) -> AliveLock {
         let mut since = lock(&self.alive_lock_since);
@@ -248,13 +240,6 @@ impl Standing {
     }
 }
 
-fn gate_of(code: u8) -> Gate {
-    [Gate::Unconfigured, Gate::Available, Gate::Unavailable]
-        .into_iter()
-        .find(|gate| *gate as u8 == code)
-        .unwrap_or_default()
-}
-
 fn lock_of(code: u8) -> AliveLock {
     [AliveLock::NoSource, AliveLock::Held, AliveLock::NotHeld]
         .into_iter()
@@ -265,6 +250,7 @@ fn lock_of(code: u8) -> AliveLock {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::instance::Gate;
 
     #[test]
     fn a_fresh_instance_is_fenced_and_nothing_else() {
@@ -286,14 +272,8 @@ mod tests {
     }
 
     #[test]
-    fn gate_and_lock_are_read_as_they_were_written() {
+    fn the_lock_is_read_as_it_was_written() {
         let standing = Standing::default();
-        let mut gate_before = Gate::default();
-        for gate in [Gate::Available, Gate::Unavailable, Gate::Unconfigured] {
-            assert_eq!(standing.set_gate(gate), gate_before);
-            assert_eq!(standing.gate(), gate);
-            gate_before = gate;
-        }
         let mut lock_before = AliveLock::default();
         for lock in [AliveLock::Held, AliveLock::NotHeld, AliveLock::NoSource] {
             assert_eq!(standing.set_alive_lock(lock), lock_before);
@@ -308,7 +288,7 @@ mod tests {
         first.unfence();
         first.register();
         first.set_alive_lock(AliveLock::Held);
-        first.set_gate(Gate::Available);
+        first.set_gate(first.keep_gate(), Gate::Available, None);
         first.evict();
         let second = first.successor();
         assert!(second.is_fenced() && !second.is_evicted() && !second.is_registered());

@@ -24,11 +24,11 @@ use actix::prelude::*;
 use tokio::runtime::Handle;
 
 use crate::actor::warden::CatchUp;
-use crate::instance::{AliveLock, Gate, InstanceId, InstanceIdentity};
-use crate::message::{Account, Drain, GateChanged, Observe, RequestImmediatePoll};
+use crate::instance::{AliveLock, InstanceId, InstanceIdentity};
+use crate::message::{Account, Drain, GateReport, Observe, ProbeNow, RequestImmediatePoll};
 use crate::options::{Options, OptionsError};
 use crate::port::{
-    DeathWatch, DirectConnector, Doorbell, InstanceStore, RenewalStore, SweepStore, WorkStore,
+    DeathWatch, DirectConnector, Doorbell, InstanceStore, ProducersRoute, RenewalStore, SweepStore, WorkStore,
 };
 use crate::registry::{GaveUp, Group, Host, Name, Registry, StartFailed};
 use crate::runner::Runner;
@@ -54,6 +54,8 @@ pub struct EngineParts {
     pub instances: Arc<dyn InstanceStore>,
     /// Opens the direct session. `None`: there is none, and beats alone show that the instance is alive.
     pub direct: Option<Arc<dyn DirectConnector>>,
+    /// Rings as producers do: proves that NOTIFY reaches the direct session.
+    pub route: Arc<dyn ProducersRoute>,
     /// Keeps leases.
     pub renewals: Arc<dyn RenewalStore>,
     /// The backstop that finds dead peers, and hands back what they held.
@@ -173,9 +175,19 @@ impl Engine {
         self.tell(RequestImmediatePoll);
     }
 
-    /// Tells whether NOTIFY reaches this instance.
-    pub fn gate_changed(&self, gate: Gate) {
-        self.tell(GateChanged(gate));
+    /// What is known of the notify gate. Asks nobody.
+    pub fn gate(&self) -> GateReport {
+        self.lives.current().standing.gate_report()
+    }
+
+    /// Proves now that NOTIFY reaches this instance, and says how it went. Once the engine has ended: what was known last.
+    pub async fn probe_gate(&self) -> GateReport {
+        if let Ok(gate) = self.registry.recipient::<ProbeNow>()
+            && let Ok(report) = gate.send(ProbeNow).await
+        {
+            return report;
+        }
+        self.gate()
     }
 
     /// Whether it is a member and works, and every actor with it: false before the first accepted heartbeat, while fenced, while an actor

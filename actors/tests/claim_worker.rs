@@ -108,7 +108,7 @@ fn a_disabled_claimer_sends_no_statement_at_all() {
         options.claim.enable_safety_net_poll = false;
         let rig = ClaimRig::start_open(options, &store);
         rig.addr.do_send(RequestImmediatePoll);
-        rig.addr.do_send(workpump_actors::message::GateChanged(Gate::Available));
+        rig.set_gate(Gate::Available);
         sleep(Duration::from_mins(10)).await;
         assert!(store.calls().is_empty());
         assert_eq!(rig.addr.send(Observe).await.expect("alive").state, "disabled");

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 use workpump_actors::instance::Gate;
-use workpump_actors::message::{GateChanged, Observe, RequestImmediatePoll};
+use workpump_actors::message::{Observe, RequestImmediatePoll};
 use workpump_actors::options::{ClaimOptions, Options};
 use workpump_actors::port::StoreError;
 use workpump_actors::testing::{ClaimRig, FakeStore, Op, Reply, Row, in_virtual_time, quiesce};
@@ -45,7 +45,7 @@ fn an_available_gate_without_a_healthy_interval_backs_off_from_the_base() {
     in_virtual_time(async {
         let store = FakeStore::new();
         let rig = ClaimRig::start(options(50, 2_000, None), &store);
-        rig.addr.do_send(GateChanged(Gate::Available));
+        rig.set_gate(Gate::Available);
         rig.unfence();
         store.called(Op::Claim, 4).await;
         assert_eq!(store.gaps(Op::Claim), [50, 100, 200]);
@@ -57,7 +57,7 @@ fn an_unavailable_gate_pins_to_the_base() {
     in_virtual_time(async {
         let store = FakeStore::new();
         let rig = ClaimRig::start(options(100, 5_000, Some(1_000)), &store);
-        rig.addr.do_send(GateChanged(Gate::Unavailable));
+        rig.set_gate(Gate::Unavailable);
         rig.unfence();
         store.called(Op::Claim, 20).await;
         assert!(store.gaps(Op::Claim).iter().all(|gap| *gap == 100));
@@ -69,7 +69,7 @@ fn a_healthy_gate_waits_the_relaxed_interval() {
     in_virtual_time(async {
         let store = FakeStore::new();
         let rig = ClaimRig::start(Options::default(), &store);
-        rig.addr.do_send(GateChanged(Gate::Available));
+        rig.set_gate(Gate::Available);
         rig.unfence();
         store.called(Op::Claim, 4).await;
         assert_eq!(store.gaps(Op::Claim), [5_000, 10_000, 10_000]);
@@ -84,7 +84,8 @@ fn a_flip_in_either_direction_wakes_once() {
         let rig = ClaimRig::start_open(options(hour, hour, None), &store);
         store.called(Op::Claim, 1).await;
         for (gate, claims) in [(Gate::Unavailable, 2), (Gate::Available, 3)] {
-            rig.addr.send(GateChanged(gate)).await.expect("alive");
+            rig.set_gate(gate);
+            quiesce().await;
             sleep(Duration::from_mins(5)).await;
             assert_eq!(store.count(Op::Claim), claims);
         }
@@ -113,7 +114,7 @@ fn a_reconnect_counts_once_per_outage_and_the_startup_once() {
             (Gate::Available, 2),
         ];
         for (gate, expected) in flips {
-            rig.addr.do_send(GateChanged(gate));
+            rig.set_gate(gate);
             assert_eq!(counter(&rig, "reconnect_catch_up").await, expected);
         }
         assert_eq!(counter(&rig, "startup_catch_up").await, 1);
@@ -126,7 +127,8 @@ fn the_same_state_again_is_no_flip() {
         let store = FakeStore::new();
         let rig = ClaimRig::start_open(options(3_600_000, 1, None), &store);
         store.called(Op::Claim, 1).await;
-        rig.addr.send(GateChanged(Gate::Unconfigured)).await.expect("alive");
+        rig.set_gate(Gate::Unconfigured);
+        quiesce().await;
         quiesce().await;
         assert_eq!(store.count(Op::Claim), 1);
         assert_eq!(counter(&rig, "reconnect_catch_up").await, 0);
@@ -138,7 +140,7 @@ fn without_the_safety_net_a_healthy_gate_sleeps_until_a_signal() {
     in_virtual_time(async {
         let store = FakeStore::new();
         let rig = ClaimRig::start(signals_only(), &store);
-        rig.addr.do_send(GateChanged(Gate::Available));
+        rig.set_gate(Gate::Available);
         rig.unfence();
         sleep(Duration::from_hours(24)).await;
         assert_eq!((store.count(Op::Claim), store.count(Op::NextDue)), (1, 1));
@@ -154,7 +156,7 @@ fn without_the_safety_net_a_row_is_claimed_when_it_comes_due() {
         let store = FakeStore::new();
         store.insert(Row { due_in: Duration::from_mins(90), ..Row::default() });
         let rig = ClaimRig::start(signals_only(), &store);
-        rig.addr.do_send(GateChanged(Gate::Available));
+        rig.set_gate(Gate::Available);
         rig.unfence();
         store.called(Op::Claim, 2).await;
         assert_eq!(store.gaps(Op::Claim), [90 * 60_000]);
@@ -173,7 +175,7 @@ fn a_row_that_is_due_but_cannot_be_claimed_makes_no_hot_loop() {
             _ => None,
         });
         let rig = ClaimRig::start(signals_only(), &store);
-        rig.addr.do_send(GateChanged(Gate::Available));
+        rig.set_gate(Gate::Available);
         rig.unfence();
         sleep(Duration::from_mins(10)).await;
         assert!(store.count(Op::Claim) < 100, "{}", store.count(Op::Claim));
@@ -187,7 +189,7 @@ fn when_the_due_time_cannot_be_learnt_the_claimer_polls() {
         let store = FakeStore::new();
         store.script(Op::NextDue, Reply::Fail(StoreError::Unavailable("gone".to_owned())));
         let rig = ClaimRig::start(signals_only(), &store);
-        rig.addr.do_send(GateChanged(Gate::Available));
+        rig.set_gate(Gate::Available);
         rig.unfence();
         store.called(Op::Claim, 2).await;
         assert_eq!(store.gaps(Op::Claim), [10_000]);
@@ -199,11 +201,11 @@ fn without_the_safety_net_an_unavailable_gate_polls_again_at_once() {
     in_virtual_time(async {
         let store = FakeStore::new();
         let rig = ClaimRig::start(signals_only(), &store);
-        rig.addr.do_send(GateChanged(Gate::Available));
+        rig.set_gate(Gate::Available);
         rig.unfence();
         sleep(Duration::from_hours(1)).await;
         assert_eq!(store.count(Op::Claim), 1);
-        rig.addr.do_send(GateChanged(Gate::Unavailable));
+        rig.set_gate(Gate::Unavailable);
         store.called(Op::Claim, 6).await;
         assert!(store.gaps(Op::Claim)[1..].iter().all(|gap| *gap == 250));
     });

@@ -191,6 +191,7 @@ fn the_lock_and_the_channel_of_the_new_id_are_taken_in_a_session_of_its_own() {
         let (store, direct, runs) = (FakeStore::new(), FakeDirect::new(), Runs::default());
         let mut parts = engine_parts(options(), &store, runs.runner(seconds(1), true));
         parts.direct = Some(Arc::new(direct.clone()));
+        parts.route = Arc::new(direct.clone());
         let engine = Engine::start_on(parts, Host::current()).await.expect("starts");
         let first = engine.instance_id();
         quiesce().await;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::time::sleep;
 use workpump_actors::delivery::Delivery;
 use workpump_actors::instance::Gate;
-use workpump_actors::message::{Account, Drain, GateChanged, Observe, Pause, RequestImmediatePoll, Resume};
+use workpump_actors::message::{Account, Drain, Observe, Pause, RequestImmediatePoll, Resume};
 use workpump_actors::options::Options;
 use workpump_actors::port::{ClaimRequest, StoreError, WorkStore};
 use workpump_actors::testing::{Call, ClaimRig, FakeStore, Op, Reply, Row, in_virtual_time, quiesce};
@@ -137,7 +137,7 @@ fn a_recovery_that_fails_is_tried_again_although_no_signal_comes() {
         let mut options = Options::default();
         options.claim.enable_safety_net_poll = false;
         let mut rig = ClaimRig::start_open(options, &store);
-        rig.addr.do_send(GateChanged(Gate::Available));
+        rig.set_gate(Gate::Available);
         sleep(Duration::from_secs(1)).await;
         drop(dispatched(&mut rig));
         store.script(Op::ReleaseUnheld, Reply::Fail(StoreError::Unavailable("away".to_owned())));
@@ -194,7 +194,8 @@ fn the_gate_is_known_after_a_restart() {
         let mut options = Options::default();
         options.claim.polling_max_interval_milliseconds = 5_000;
         let mut rig = ClaimRig::start_open(options, &store);
-        rig.addr.send(GateChanged(Gate::Available)).await.expect("alive");
+        rig.set_gate(Gate::Available);
+        quiesce().await;
         rig.restart().await;
         quiesce().await;
         let before = store.count(Op::Claim);

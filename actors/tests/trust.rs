@@ -325,6 +325,7 @@ fn an_engine_cut_off_from_the_server_is_fenced_in_time_and_goes_on_when_it_is_ba
         let started = Arc::new(AtomicUsize::new(0));
         let mut parts = engine_parts(busy_engine_options(), &store, slow(&started, seconds(20)));
         parts.direct = Some(Arc::new(direct.clone()));
+        parts.route = Arc::new(direct.clone());
         let engine = Engine::start_on(parts, Host::current()).await.expect("starts");
         store.insert(Row::default());
         engine.request_immediate_poll();
@@ -386,6 +387,7 @@ fn the_lock_is_declared_by_the_first_beat_and_a_direct_connection_lost_alone_fen
         let started = Arc::new(AtomicUsize::new(0));
         let mut parts = engine_parts(busy_engine_options(), &store, slow(&started, seconds(120)));
         parts.direct = Some(Arc::new(direct.clone()));
+        parts.route = Arc::new(direct.clone());
         let engine = Engine::start_on(parts, Host::current()).await.expect("starts");
         store.insert(Row::default());
         engine.request_immediate_poll();
@@ -418,6 +420,7 @@ fn a_drain_beats_and_pings_until_the_last_handler_has_ended_and_lets_the_lock_go
         let mut parts = engine_parts(options, &store, slow(&started, seconds(100)));
         let instance = parts.identity.id;
         parts.direct = Some(Arc::new(direct.clone()));
+        parts.route = Arc::new(direct.clone());
         let engine = Arc::new(Engine::start_on(parts, Host::current()).await.expect("starts"));
         store.insert(Row::default());
         engine.request_immediate_poll();

@@ -66,6 +66,12 @@ fn tables(status: &workpump::Status) -> String {
         ]);
     }
     align(&mut text, &rows);
+    for one in &status.instances {
+        if let Some(reason) = &one.gate_reason {
+            // Writing to a String cannot fail.
+            let _ = write!(text, "\ngate of {}: {reason}", one.instance_id);
+        }
+    }
     text.truncate(text.trim_end().len());
     text
 }

@@ -45,7 +45,10 @@ impl PgInstanceStore {
 
     async fn beat_now(&self, beat: Beat) -> Result<BeatAnswer, StoreError> {
         let identity = &beat.identity;
-        let metadata = json!({ "gate": "unconfigured", "library_version": env!("CARGO_PKG_VERSION") });
+        let mut metadata = json!({ "gate": beat.gate, "library_version": env!("CARGO_PKG_VERSION") });
+        if let Some(reason) = &beat.gate_reason {
+            metadata["gate_reason"] = json!(reason);
+        }
         let interval = beat.interval.as_secs().max(1) as i32;
         let accepted = self
             .session

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use tokio::time::Instant;
-use workpump_actors::instance::{InstanceId, InstanceIdentity};
+use workpump_actors::instance::{Gate, InstanceId, InstanceIdentity};
 use workpump_actors::port::{Beat, BeatAnswer, InstanceStore, StoreError};
 
 use super::{config, instance, schema, value};
@@ -13,7 +13,9 @@ use crate::pg::instance_store::PgInstanceStore;
 fn beat(id: InstanceId) -> Beat {
     let identity =
         InstanceIdentity { id, service_name: "s".to_owned(), host_name: "h".to_owned(), process_id: 1 };
-    Beat { identity, interval: Duration::from_secs(30), lock_declared: false, accepts_work: true }
+    let (gate, gate_reason) = (Gate::Unavailable, Some("why".to_owned()));
+    let interval = Duration::from_secs(30);
+    Beat { identity, interval, lock_declared: false, accepts_work: true, gate, gate_reason }
 }
 
 #[tokio::test]
@@ -45,6 +47,19 @@ async fn a_direct_url_that_accepts_and_stays_silent_costs_half_of_the_time_and_n
     let start = Instant::now();
     assert_eq!(store.beat(beat(instance(1))).await.unwrap(), BeatAnswer::Accepted);
     assert!(start.elapsed() < Duration::from_secs(3), "kept for a while: {:?}", start.elapsed());
+}
+
+#[tokio::test]
+async fn a_beat_says_how_the_gate_stands_and_why() {
+    let db = common::database().await;
+    let control = db.connect().await;
+    let store = PgInstanceStore::new(&schema(), config(db.url()), config(db.url()));
+    let metadata = "select coalesce(metadata ->> 'gate', '-') || ' ' || coalesce(metadata ->> 'gate_reason', '-') \
+                    from wh_service_instances";
+    store.beat(beat(instance(1))).await.unwrap();
+    assert_eq!(value::<String>(&control, metadata).await, "unavailable why");
+    store.beat(Beat { gate: Gate::Available, gate_reason: None, ..beat(instance(1)) }).await.unwrap();
+    assert_eq!(value::<String>(&control, metadata).await, "available -");
 }
 
 #[tokio::test]

@@ -117,6 +117,8 @@ pub struct ClaimActor {
     health: Health,
     counters: Counters,
     phase: Phase,
+    /// What was last heard of the gate.
+    gate_told: Gate,
     was_down: bool,
     drain: Option<tokio::sync::oneshot::Sender<()>>,
     wake: bool,
@@ -162,6 +164,7 @@ impl ClaimActor {
             health: Health::default(),
             counters: Counters::default(),
             phase: Phase::Parked,
+            gate_told: parts.standing.gate(),
             was_down: parts.standing.gate() == Gate::Unavailable,
             drain: None,
             wake: true,

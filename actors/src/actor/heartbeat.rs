@@ -13,8 +13,10 @@ use actix::prelude::*;
 use tokio::sync::oneshot;
 
 use crate::delivery::InFlight;
-use crate::instance::{AliveLock, InstanceIdentity};
-use crate::message::{Account, AliveLockChanged, BeatNow, Drain, Drained, Evicted, Fence, Observe, Unfence};
+use crate::instance::{AliveLock, Gate, InstanceIdentity};
+use crate::message::{
+    Account, AliveLockChanged, BeatNow, Drain, Drained, Evicted, Fence, GateChanged, Observe, Unfence,
+};
 use crate::options::HeartbeatOptions;
 use crate::policy::beat::BeatCadence;
 use crate::policy::trust::SentBeat;
@@ -91,6 +93,8 @@ pub struct HeartbeatActor {
     phase: Phase,
     /// When a lock that was declared was lost, until it is held again.
     lock_lost: Option<Instant>,
+    /// What the last beat said of the gate.
+    gate_declared: Gate,
     busy: bool,
     beat_again: bool,
     /// A beat of this incarnation was accepted.
@@ -136,6 +140,7 @@ impl HeartbeatActor {
             health: Health::default(),
             judge: Judge::default(),
             lock_lost: None,
+            gate_declared: Gate::default(),
             busy: false,
             beat_again: false,
             member: false,
@@ -188,11 +193,15 @@ impl HeartbeatActor {
         let lock = standing.alive_lock();
         let interval = self.cadence.interval(lock);
         let lock_declared = self.cadence.declares_lock(lock);
+        let gate = standing.gate_report();
+        self.gate_declared = gate.gate;
         let beat = Beat {
             identity: self.parts.identity.clone(),
             interval,
             lock_declared,
             accepts_work: self.parts.accepts_work,
+            gate: gate.gate,
+            gate_reason: gate.reason,
         };
         let store = Arc::clone(&self.store);
         let lock = lock_declared.then(|| standing.lock_session());
@@ -345,6 +354,17 @@ impl Handler<AliveLockChanged> for HeartbeatActor {
             self.beat_soon(ctx);
         } else if self.cadence.must_declare(before, lock) {
             self.lock_lost = Some(now());
+            self.beat_soon(ctx);
+        }
+    }
+}
+
+impl Handler<GateChanged> for HeartbeatActor {
+    type Result = ();
+
+    /// Operators read of the gate in the table of members: what stands there must not be a minute old when it has changed.
+    fn handle(&mut self, _: GateChanged, ctx: &mut Self::Context) {
+        if self.member && self.parts.standing.gate() != self.gate_declared {
             self.beat_soon(ctx);
         }
     }

@@ -130,6 +130,7 @@ impl Health {
             name,
             state,
             counters,
+            notes: BTreeMap::new(),
             last_error: self.last_error.clone(),
             last_success_seconds_ago: self.last_success.map(|at| at.elapsed().as_secs_f64()),
         }

@@ -1,16 +1,26 @@
-//! The direct session: holds the alive-lock, hears the instance's own channel, and proves by pings that both are still there.
+//! The direct session: holds the alive-lock, hears the instance's own channel and those of its users, and proves that both still work.
 //!
 //! The rule: one session at a time, and its end is the end of its notification stream; whatever it held or heard is set up again on the
 //! next one, once. A lock is told of only while it is held in a session that lives. The failures this prevents: an instance that believes
 //! in the lock of a session that is gone, and one that hears nothing any more and does not know.
 //!
-//! An idle instance pings nobody. With work in hand it pings five times in a grace, at least once a second.
+//! | file | concern |
+//! |---|---|
+//! | `session` | what is done on an open session, the lock, its end |
+//! | `listening`, `channels` | which channels it listens to, and who hears them |
+//! | `proof`, `verdict` | whether NOTIFY reaches it, and who is told |
+//! | `pings` | trust in the lock |
+//!
+//! An idle instance pings nobody; one probe of the gate every 30 s is all its traffic. With work in hand it pings five times in a grace,
+//! at least once a second.
 
 mod channels;
 mod hears;
 mod listening;
 mod pings;
+mod proof;
 mod session;
+mod verdict;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,22 +30,25 @@ use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 
 use crate::delivery::InFlight;
-use crate::instance::{AliveLock, InstanceId};
-use crate::message::{AliveLockChanged, RequestImmediatePoll, TrustProven};
-use crate::options::{HeartbeatOptions, LivenessSourceMode};
-use crate::port::{DirectConnector, StoreError};
-use crate::standing::Standing;
+use crate::instance::{AliveLock, Gate, InstanceId};
+use crate::message::{AliveLockChanged, GateChanged, RequestImmediatePoll, TrustProven};
+use crate::options::{GateOptions, HeartbeatOptions, LivenessSourceMode};
+use crate::port::{DirectConnector, ProducersRoute, StoreError};
+use crate::standing::{GateKeeper, Standing};
 
 use super::{Alarm, Health, backoff};
 pub use channels::Channels;
 use pings::Pings;
+use proof::Proofs;
 use session::Open;
+pub use verdict::GateSubscribers;
 
 /// First pause before another connect; the very first try after the loss of a session comes at once.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 
-/// Longest pause between two connects.
-const MAX_PAUSE: Duration = Duration::from_secs(5);
+/// How much of the grace the pause between two connects may take, before it is spread by 20 % either way: peers give the instance up after
+/// the grace, and what is left of it is for the connect itself.
+const PART_OF_GRACE: f64 = 0.75;
 
 /// The pause when a pooler answers: only somebody who changes the URL can help.
 const POOLER_PAUSE: Duration = Duration::from_mins(1);
@@ -52,11 +65,13 @@ const START_PATIENCE: Duration = Duration::from_secs(3);
 /// First and longest pause between two tries for the lock.
 const LOCK_PAUSE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
-/// A session that has lived for so long was a good one, and no part of a hot loop: the pauses begin anew.
+/// A session that has lived for so long is no part of a hot loop: the pauses begin anew.
 const GOOD_LIFE: Duration = Duration::from_secs(1);
 
 /// What the actor is made of.
 pub struct NotifyGateParts {
+    /// Whether NOTIFY is used, and how it is proven.
+    pub gate: GateOptions,
     /// Whether, and how, this instance shows that it is alive.
     pub heartbeat: HeartbeatOptions,
     /// Whose lock and channel.
@@ -67,19 +82,31 @@ pub struct NotifyGateParts {
     pub in_flight: Arc<InFlight>,
     /// Opens sessions. `None`: there is no direct connection.
     pub connector: Option<Arc<dyn DirectConnector>>,
+    /// Rings as producers do.
+    pub route: Arc<dyn ProducersRoute>,
     /// Learn of the alive-lock.
     pub alive_lock: Vec<Recipient<AliveLockChanged>>,
     /// Learn of answered pings.
     pub trust: Vec<Recipient<TrustProven>>,
+    /// Learn of the gate, every change of it.
+    pub gate_news: Vec<Recipient<GateChanged>>,
+    /// Whoever else wants to know of it: the same for every incarnation.
+    pub gate_subscribers: Arc<GateSubscribers>,
     /// Who hears which channel: the same for every incarnation.
     pub channels: Arc<Channels>,
     /// Learns that something was rung for.
     pub wake: Option<Recipient<RequestImmediatePoll>>,
-    /// Called once it is connected and has asked for its lock, or knows that it is not to be had for now.
-    pub ready: Box<dyn Fn() + Send>,
+    /// Not ready before the gate was proven.
+    pub must_be_proven: bool,
+    /// Called with `Ok` once it has asked for its lock and knows how the gate stands, or that neither is to be had for now; and before that
+    /// with each reason why not.
+    pub progress: Progress,
     /// Seed of the jitter.
     pub seed: u64,
 }
+
+/// Told of the way to readiness.
+pub type Progress = Box<dyn Fn(Result<(), String>) + Send>;
 
 impl std::fmt::Debug for NotifyGateParts {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -99,6 +126,11 @@ struct Counters {
     refused: u64,
     listens: u64,
     unlistens: u64,
+    probes: u64,
+    proofs: u64,
+    not_sent: u64,
+    deaf: u64,
+    gate_changes: u64,
 }
 
 /// Keeps the direct session.
@@ -127,7 +159,22 @@ pub struct NotifyGateActor {
     resting: Alarm,
     /// Looks for subscribers whose mailbox was full.
     behind: Alarm,
+    lock_asked: bool,
     pings: Pings,
+    /// The right to say how the gate stands.
+    keeper: GateKeeper,
+    proofs: Proofs,
+    /// Looks for those who want to know of the gate and had no room.
+    gate_behind: Alarm,
+}
+
+/// However it ends, its session ends with it. The part of [`Actor::stopped`] that a panic does not skip.
+impl Drop for NotifyGateActor {
+    fn drop(&mut self) {
+        if self.parts.standing.gate() == Gate::Available {
+            self.note_gate(Gate::Unavailable, Some("the actor that keeps the direct session has ended"));
+        }
+    }
 }
 
 impl std::fmt::Debug for NotifyGateActor {
@@ -144,10 +191,21 @@ impl Actor for NotifyGateActor {
         if self.parts.standing.alive_lock() == AliveLock::Held {
             self.tell_lock(AliveLock::NotHeld);
         }
-        if self.over || self.parts.connector.is_none() {
-            return (self.parts.ready)();
+        if self.over {
+            return (self.parts.progress)(Ok(()));
         }
-        ctx.run_later(START_PATIENCE, |act, _| (act.parts.ready)());
+        if !self.uses_notify() || self.parts.standing.gate() != Gate::Unconfigured {
+            self.set_gate(Gate::Unavailable, Some("the direct session is being opened"), ctx);
+        }
+        if self.parts.connector.is_none() {
+            return self.lock_known();
+        }
+        ctx.run_later(START_PATIENCE, |act, ctx| {
+            if act.parts.standing.gate() == Gate::Unconfigured && !act.over {
+                act.set_gate(Gate::Unavailable, Some("nothing is proven yet"), ctx);
+            }
+            act.lock_known();
+        });
         self.connect(ctx);
     }
 
@@ -160,6 +218,7 @@ impl NotifyGateActor {
     /// Connects as soon as it is started, unless the instance has left or was evicted.
     pub fn new(parts: NotifyGateParts) -> Self {
         let over = parts.standing.is_evicted() || parts.standing.is_deregistered();
+        let keeper = parts.standing.keep_gate();
         Self {
             rng: SmallRng::seed_from_u64(parts.seed),
             parts,
@@ -178,7 +237,11 @@ impl NotifyGateActor {
             listen_retry: Alarm::default(),
             resting: Alarm::default(),
             behind: Alarm::default(),
+            lock_asked: false,
             pings: Pings::default(),
+            keeper,
+            proofs: Proofs::default(),
+            gate_behind: Alarm::default(),
         }
     }
 
@@ -219,7 +282,8 @@ impl NotifyGateActor {
         if self.wants_lock() {
             self.tell_lock(if pooler { AliveLock::NoSource } else { AliveLock::NotHeld });
         }
-        (self.parts.ready)();
+        self.set_gate(Gate::Unavailable, Some(&error.to_string()), ctx);
+        self.lock_known();
         let pause = if pooler { POOLER_PAUSE } else { self.pause() };
         self.reconnect_in(pause, ctx);
     }
@@ -227,14 +291,21 @@ impl NotifyGateActor {
     /// The pause before the next connect.
     fn pause(&mut self) -> Duration {
         self.failures = self.failures.saturating_add(1);
-        backoff(self.failures, FIRST_PAUSE, MAX_PAUSE)
+        let grace = self.parts.standing.trust_rule().grace();
+        let longest = self.parts.gate.reconnect_max().min(grace.mul_f64(PART_OF_GRACE));
+        backoff(self.failures, FIRST_PAUSE.min(longest), longest)
+    }
+
+    /// The same pause, spread by 20 % either way.
+    fn spread(&mut self, pause: Duration) -> Duration {
+        pause.mul_f64(0.8 + 0.4 * self.rng.random::<f64>())
     }
 
     fn reconnect_in(&mut self, pause: Duration, ctx: &mut Context<Self>) {
         if self.over {
             return;
         }
-        let pause = pause.mul_f64(0.8 + 0.4 * self.rng.random::<f64>());
+        let pause = self.spread(pause);
         self.reconnect.set(ctx, pause, |act, ctx| {
             act.reconnect.rang();
             act.connect(ctx);

@@ -5,6 +5,11 @@
 
 use std::sync::Arc;
 
+use actix::prelude::*;
+use serde::Serialize;
+
+use crate::instance::Gate;
+
 /// The longest name of a channel in bytes. PostgreSQL would cut off the rest of a longer one, and nobody would hear anything.
 pub const MAX_CHANNEL_BYTES: usize = 63;
 
@@ -38,4 +43,27 @@ impl SubscribeError {
             _ => Ok(()),
         }
     }
+}
+
+/// Prove now that NOTIFY reaches this instance, and say how it went: a ring by the producers' route that comes back on the direct session.
+/// Without a session one is opened first. Whoever asks while a proof is under way shares it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
+#[rtype(result = "GateReport")]
+pub struct ProbeNow;
+
+/// What is known of the notify gate.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct GateReport {
+    /// Whether NOTIFY is known to reach this instance.
+    pub gate: Gate,
+    /// Why it is not available, or why there is none.
+    pub reason: Option<String>,
+    /// Seconds since a ring by the producers' route last came back.
+    pub last_verified_seconds_ago: Option<f64>,
+    /// Seconds since it was last found not to be available.
+    pub last_failure_seconds_ago: Option<f64>,
+    /// Why it was not available then.
+    pub last_failure: Option<String>,
+    /// How often its state has changed.
+    pub changes: u64,
 }

@@ -14,7 +14,7 @@ use crate::instance::InstanceId;
 use crate::lock;
 use crate::port::{
     DirectConnector, DirectSession, Notification, NotificationSender, NotificationStream, PortFuture,
-    StoreError,
+    ProducersRoute, StoreError,
 };
 
 /// A kind of call.
@@ -36,6 +36,8 @@ pub enum DirectOp {
     Ping,
     /// `work_channel`
     WorkChannel,
+    /// `ring`, of the producers' route
+    Ring,
 }
 
 type Always = Box<dyn Fn(DirectOp) -> Option<Reply> + Send>;
@@ -61,6 +63,8 @@ struct State {
     asked: Vec<(DirectOp, Vec<String>)>,
     /// Channels that no session may listen to.
     refused: BTreeSet<String>,
+    /// Nothing that is rung is delivered.
+    deaf: bool,
     sent: Vec<(String, String)>,
 }
 
@@ -154,6 +158,11 @@ impl FakeDirect {
         };
     }
 
+    /// Whether nothing is delivered any more, although everything is accepted: as behind a pooler, or in another database.
+    pub fn set_deaf(&self, deaf: bool) {
+        lock(&self.0.state).deaf = deaf;
+    }
+
     /// Somebody else rings a channel. False: no open session listens to it.
     pub fn ring(&self, channel: &str, payload: &str) -> bool {
         lock(&self.0.state).deliver(channel, payload, false)
@@ -164,7 +173,7 @@ impl FakeDirect {
         lock(&self.0.state).open = None;
     }
 
-    /// Everything that sessions rang, as channel and payload.
+    /// Everything that sessions and producers rang, as channel and payload.
     pub fn sent(&self) -> Vec<(String, String)> {
         lock(&self.0.state).sent.clone()
     }
@@ -228,7 +237,7 @@ impl State {
         let (channel, payload) = (channel.to_owned(), payload.to_owned());
         self.open
             .as_ref()
-            .filter(|open| open.channels.contains(&channel))
+            .filter(|open| !self.deaf && open.channels.contains(&channel))
             .is_some_and(|open| open.heard.send(Notification { channel, payload, own }))
     }
 
@@ -249,6 +258,17 @@ impl DirectConnector for FakeDirect {
             let (channels, locks) = (BTreeSet::new(), BTreeSet::new());
             state.open = Some(Open { number, heard, channels, locks });
             Ok((Box::new(FakeSession { number, shared }) as Box<dyn DirectSession>, notifications))
+        }))
+    }
+}
+
+/// The way of producers to the same server.
+impl ProducersRoute for FakeDirect {
+    fn ring(&self, channel: String, payload: String) -> PortFuture<'_, ()> {
+        Box::pin(self.0.answer(DirectOp::Ring, move |state| {
+            state.deliver(&channel, &payload, false);
+            state.sent.push((channel, payload));
+            Ok(())
         }))
     }
 }

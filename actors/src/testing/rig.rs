@@ -9,6 +9,7 @@ use tokio::sync::Semaphore;
 
 use super::crash::end;
 use super::fake::FakeStore;
+use super::fake_direct::FakeDirect;
 use super::fake_peers::{FakeDeathWatch, FakeSweep};
 use super::probe::TestProbe;
 use crate::actor::claim::{ClaimActor, ClaimParts};
@@ -57,6 +58,7 @@ pub fn engine_parts(
         sweep: FakeSweep::new(),
         watch: Some(FakeDeathWatch::new()),
         direct: None,
+        route: Arc::new(FakeDirect::new()),
         renewals: Arc::clone(store) as _,
         runners,
         handlers: Handle::current(),
@@ -183,6 +185,12 @@ impl ClaimRig {
             parts,
             store,
         }
+    }
+
+    /// The gate changes, as its keeper notes and tells it.
+    pub fn set_gate(&self, gate: Gate) {
+        self.standing.set_gate(self.standing.keep_gate(), gate, None);
+        self.addr.do_send(GateChanged(gate));
     }
 
     /// Starts one as after the first accepted heartbeat.

@@ -19,20 +19,20 @@ use crate::actor::claim::{ClaimActor, ClaimParts};
 use crate::actor::dispatch::{DispatchActor, DispatchParts};
 use crate::actor::heartbeat::{HeartbeatActor, HeartbeatParts};
 use crate::actor::lease_renewal::{LeaseRenewalActor, LeaseRenewalParts};
-use crate::actor::notify_gate::{Channels, NotifyGateActor, NotifyGateParts};
+use crate::actor::notify_gate::{Channels, GateSubscribers, NotifyGateActor, NotifyGateParts};
 use crate::actor::settle::{SettleActor, SettleParts};
 use crate::actor::stale_sweep::{StaleSweepActor, StaleSweepParts, Subscribers};
 use crate::actor::warden::{CatchUp, Told, WardenActor};
 use crate::lane::{Crew, CrewParts};
 use crate::message::{
-    AliveLockChanged, BeatNow, Evicted, ExtendLease, Fence, GateChanged, Pause, PingNow,
-    RequestImmediatePoll, Resume, Settle, Subscribe, SubscribeToEvictions, SweepNow, TrustProven, Unfence,
-    Unsubscribe,
+    AliveLockChanged, BeatNow, Evicted, ExtendLease, Fence, GateChanged, Pause, PingNow, ProbeNow,
+    RequestImmediatePoll, Resume, Settle, Subscribe, SubscribeToEvictions, SubscribeToGate, SweepNow,
+    TrustProven, Unfence, Unsubscribe,
 };
-use crate::options::Options;
+use crate::options::{GateMode, Options};
 use crate::policy::retry::RetryPolicy;
 use crate::port::{
-    DeathWatch, DirectConnector, Doorbell, InstanceStore, RenewalStore, SweepStore, WorkStore,
+    DeathWatch, DirectConnector, Doorbell, InstanceStore, ProducersRoute, RenewalStore, SweepStore, WorkStore,
 };
 use crate::registry::{GaveUp, Group, Placement, Spec};
 use crate::runner::Runner;
@@ -43,6 +43,9 @@ use crate::work::Category;
 /// beat after 65 s.
 const VITAL_LIVENESS: Duration = Duration::from_secs(10);
 const WORK_LIVENESS: Duration = Duration::from_secs(30);
+
+/// How long the start waits for the gate where it has to be proven (`ListenNotify`): for several tries.
+const PROVEN_WITHIN: Duration = Duration::from_secs(10);
 
 /// The children, wired and not yet started.
 pub(super) struct Specs {
@@ -66,6 +69,7 @@ struct Wiring {
     probe: Recipient<PingNow>,
     /// Set before anything starts; the factories read it when they run.
     wake: OnceLock<Recipient<RequestImmediatePoll>>,
+    gate_changed: OnceLock<Recipient<GateChanged>>,
 }
 
 impl Wiring {
@@ -94,13 +98,14 @@ impl Specs {
             evicted: warden.addr().recipient(),
             probe: warden.addr().recipient(),
             wake: OnceLock::new(),
+            gate_changed: OnceLock::new(),
             options,
         });
         let accepts_work = wiring.options.claim.enabled && !parts.runners.is_empty();
         let lease_renewal = lease_renewal(Arc::clone(&wiring), parts.renewals);
         let verdicts = (warden.addr().recipient(), warden.addr().recipient());
         let heartbeat = heartbeat(Arc::clone(&wiring), parts.instances, verdicts, accepts_work);
-        let notify_gate = notify_gate(Arc::clone(&wiring), parts.direct, &heartbeat.addr());
+        let notify_gate = notify_gate(Arc::clone(&wiring), parts.direct, parts.route, &heartbeat.addr());
         let settle = settle(Arc::clone(&wiring), Arc::clone(&parts.work));
         let mut categories: Vec<Category> = parts.runners.iter().map(|(category, _)| *category).collect();
         categories.sort_unstable();
@@ -113,6 +118,7 @@ impl Specs {
             stale_sweep(Arc::clone(&wiring), parts.sweep, parts.watch, claim.addr().recipient());
         // Set once, before anything starts; the factories read them when they run.
         let _ = wiring.wake.set(claim.addr().recipient());
+        let _ = wiring.gate_changed.set(claim.addr().recipient());
         let told = Told {
             fence: vec![
                 claim.addr().recipient(),
@@ -200,29 +206,45 @@ fn warden(lives: Arc<Lives>, links: Arc<OnceLock<(Told, Arc<Rebirth>)>>) -> Spec
 fn notify_gate(
     wiring: Arc<Wiring>,
     connector: Option<Arc<dyn DirectConnector>>,
+    route: Arc<dyn ProducersRoute>,
     heartbeat: &Addr<HeartbeatActor>,
 ) -> Spec<NotifyGateActor> {
     let heartbeat = heartbeat.clone();
-    let channels: Arc<Channels> = Arc::default();
-    Spec::new("notify_gate", move |cx| {
-        let (life, ready) = (wiring.lives.current(), cx.ready());
+    let (channels, gate_subscribers): (Arc<Channels>, Arc<GateSubscribers>) = Default::default();
+    let required = wiring.options.gate.mode == GateMode::ListenNotify;
+    let spec = Spec::new("notify_gate", move |cx| {
+        // Later losses are borne: only the start depends on it.
+        let (first, ready) = (cx.generation() == 1, cx.ready());
+        let life = wiring.lives.current();
+        let claim = wiring.gate_changed.get().cloned();
         NotifyGateActor::new(NotifyGateParts {
+            gate: wiring.options.gate.clone(),
             heartbeat: wiring.options.heartbeat.clone(),
             instance: life.instance(),
             standing: Arc::clone(&life.standing),
             in_flight: Arc::clone(&life.in_flight),
             connector: connector.clone(),
+            route: Arc::clone(&route),
             alive_lock: vec![heartbeat.clone().recipient()],
             trust: vec![heartbeat.clone().recipient()],
+            gate_news: claim.into_iter().chain([heartbeat.clone().recipient()]).collect(),
+            gate_subscribers: Arc::clone(&gate_subscribers),
             channels: Arc::clone(&channels),
             wake: wiring.wake.get().cloned(),
-            ready: Box::new(move || ready.ready()),
+            must_be_proven: required && first,
+            progress: Box::new(move |progress| match progress {
+                Ok(()) => ready.ready(),
+                Err(problem) => ready.problem(problem),
+            }),
             seed: seed(),
         })
     })
     .liveness(VITAL_LIVENESS)
+    .provides::<ProbeNow>()
+    .provides::<SubscribeToGate>()
     .provides::<Subscribe>()
-    .provides::<Unsubscribe>()
+    .provides::<Unsubscribe>();
+    if required { spec.ready_within(Some(PROVEN_WITHIN)) } else { spec }
 }
 
 fn lease_renewal(wiring: Arc<Wiring>, store: Arc<dyn RenewalStore>) -> Spec<LeaseRenewalActor> {
@@ -390,7 +412,6 @@ fn claim(
     })
     .liveness(WORK_LIVENESS)
     .provides::<RequestImmediatePoll>()
-    .provides::<GateChanged>()
     .provides::<Pause>()
     .provides::<Resume>()
 }

@@ -17,7 +17,8 @@ pub(crate) fn instances(schema: &SchemaName) -> String {
               + (SELECT count(*) FROM {schema}.wh_perspective_events w WHERE w.instance_id = i.instance_id AND w.processed_at IS NULL \
                      AND w.claimable_at IS NOT NULL) \
               + (SELECT count(*) FROM {schema}.wh_receptor_processing w WHERE w.instance_id = i.instance_id AND w.completed_at IS NULL \
-                     AND w.claimable_at IS NOT NULL) \
+                     AND w.claimable_at IS NOT NULL), \
+                i.metadata ->> 'gate_reason' \
          FROM {schema}.wh_service_instances i ORDER BY i.instance_id"
     )
 }

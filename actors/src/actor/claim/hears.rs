@@ -28,8 +28,9 @@ impl Handler<RequestImmediatePoll> for ClaimActor {
 impl Handler<GateChanged> for ClaimActor {
     type Result = ();
 
+    /// How it stands is read from the standing; this counts the outages, and looks once after each change.
     fn handle(&mut self, GateChanged(gate): GateChanged, ctx: &mut Self::Context) {
-        if self.parts.standing.set_gate(gate) == gate {
+        if std::mem::replace(&mut self.gate_told, gate) == gate {
             return;
         }
         match gate {

@@ -9,7 +9,7 @@ use std::time::Duration;
 use actix::prelude::*;
 
 use crate::actor::now;
-use crate::instance::AliveLock;
+use crate::instance::{AliveLock, Gate};
 use crate::message::{Account, Drain, Drained, Evicted, Observe, PingNow};
 
 use super::NotifyGateActor;
@@ -39,6 +39,7 @@ impl Handler<Evicted> for NotifyGateActor {
             self.over = true;
             self.quiet(ctx);
             self.end_session();
+            self.set_gate(Gate::Unavailable, Some("this instance was evicted"), ctx);
         }
     }
 }
@@ -50,6 +51,7 @@ impl Handler<Drain> for NotifyGateActor {
     fn handle(&mut self, _: Drain, ctx: &mut Self::Context) -> Self::Result {
         self.over = true;
         self.quiet(ctx);
+        self.set_gate(Gate::Unavailable, Some("this instance is leaving"), ctx);
         let held = self.open.as_ref().filter(|open| open.lock.is_some());
         let session = held.map(|open| Arc::clone(&open.session));
         let instance = self.parts.instance;
@@ -70,7 +72,7 @@ impl NotifyGateActor {
     fn quiet(&mut self, ctx: &mut Context<Self>) {
         self.reconnect.clear(ctx);
         self.quiet_session(ctx);
-        (self.parts.ready)();
+        (self.parts.progress)(Ok(()));
     }
 }
 
@@ -80,7 +82,7 @@ impl Handler<Observe> for NotifyGateActor {
     fn handle(&mut self, _: Observe, _: &mut Self::Context) -> Self::Result {
         let counters = &self.counters;
         let held = self.parts.standing.alive_lock() == AliveLock::Held;
-        let account: Account = self.health.account(
+        let mut account: Account = self.health.account(
             "notify_gate",
             self.state(),
             [
@@ -91,6 +93,11 @@ impl Handler<Observe> for NotifyGateActor {
                 ("pings_answered", counters.answered),
                 ("lock_held", u64::from(held)),
                 ("subscriptions", self.parts.channels.subscriptions()),
+                ("probes", counters.probes),
+                ("proofs", counters.proofs),
+                ("probes_not_sent", counters.not_sent),
+                ("probes_not_heard", counters.deaf),
+                ("gate_changes", counters.gate_changes),
                 ("listens", counters.listens),
                 ("unlistens", counters.unlistens),
                 ("heard", counters.heard),
@@ -98,6 +105,9 @@ impl Handler<Observe> for NotifyGateActor {
                 ("refused_full_mailbox", counters.refused),
             ],
         );
+        let report = self.parts.standing.gate_report();
+        account.notes.insert("gate", report.gate.to_string());
+        account.notes.extend(report.reason.map(|reason| ("gate_reason", reason)));
         MessageResult(account)
     }
 }

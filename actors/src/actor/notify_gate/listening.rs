@@ -99,7 +99,7 @@ impl NotifyGateActor {
                 });
             }
             if first {
-                self.all_asked_for(ctx);
+                self.prove(ctx);
             }
         }
     }

@@ -12,9 +12,10 @@ use futures_util::StreamExt;
 use tokio_util::sync::CancellationToken;
 
 use super::listening::Listening;
+use super::proof::is_probe;
 use super::{GOOD_LIFE, LOCK_PAUSE, NotifyGateActor, within_limit};
 use crate::actor::{backoff, now};
-use crate::instance::AliveLock;
+use crate::instance::{AliveLock, Gate};
 use crate::message::RequestImmediatePoll;
 use crate::port::{DirectSession, Notification, NotificationStream, StoreError};
 
@@ -28,6 +29,8 @@ pub(super) struct Open {
     opened_at: Instant,
     /// The number of the lock, while it is held.
     pub(super) lock: Option<u64>,
+    /// A ring by the producers' route came back on it.
+    pub(super) proven: bool,
     pub(super) listening: Listening,
     /// Ends what is under way in it.
     over: CancellationToken,
@@ -56,6 +59,7 @@ impl NotifyGateActor {
             session: session.into(),
             opened_at: now(),
             lock: None,
+            proven: false,
             listening: Listening::default(),
             over: CancellationToken::new(),
         });
@@ -71,7 +75,7 @@ impl NotifyGateActor {
                 act.lost("the direct session has ended", ctx);
             }
         }));
-        self.listen(ctx);
+        if self.uses_notify() { self.listen(ctx) } else { self.claim_lock(ctx) }
     }
 
     fn is_open(&self, number: u64) -> bool {
@@ -96,7 +100,7 @@ impl NotifyGateActor {
     }
 
     /// Listens to the own channel, and then goes for the lock.
-    fn listen(&mut self, ctx: &mut Context<Self>) {
+    pub(super) fn listen(&mut self, ctx: &mut Context<Self>) {
         let instance = self.parts.instance;
         let listening = async move |session: &dyn DirectSession| {
             let channel = session.work_channel(instance).await?;
@@ -113,34 +117,29 @@ impl NotifyGateActor {
     }
 
     fn listen_again(&mut self, error: &StoreError, ctx: &mut Context<Self>) {
-        if self.health.wrong(error) {
-            tracing::warn!(%error, "this instance cannot listen to its channel; it is tried again");
-        }
+        self.health.wrong(error);
+        let why = format!("the work channel cannot be listened to: {error}");
+        self.set_gate(Gate::Unavailable, Some(&why), ctx);
         self.listen_retry.set(ctx, LOCK_PAUSE.1, |act, ctx| {
             act.listen_retry.rang();
             act.listen(ctx);
         });
     }
 
-    /// The own channel and those of all subscribers were asked for once.
-    pub(super) fn all_asked_for(&mut self, _: &mut Context<Self>) {
-        // Whatever was rung for while nobody listened is found by a look.
-        if self.number > 1 {
-            self.wake();
-        }
-    }
-
     /// The doorbells first: nothing that subscribers hear may keep a row waiting.
     fn heard(&mut self, rings: &[Notification], ctx: &mut Context<Self>) {
         let Some(open) = &self.open else { return };
         let work = open.listening.work.clone();
-        let is_work = |ring: &&Notification| work.as_deref() == Some(ring.channel.as_str());
-        let doorbells = rings.iter().filter(is_work).count();
+        let is_work = |ring: &Notification| work.as_deref() == Some(ring.channel.as_str());
+        let mut doorbells = 0;
+        for ring in rings.iter().filter(|ring| is_work(ring)) {
+            doorbells += u64::from(!self.heard_probe(&ring.payload, ctx));
+        }
         if doorbells > 0 {
-            self.counters.rings += doorbells as u64;
+            self.counters.rings += doorbells;
             self.wake();
         }
-        for ring in rings {
+        for ring in rings.iter().filter(|ring| !(is_work(ring) && is_probe(&ring.payload))) {
             let told = self.parts.channels.ring(&ring.channel, &ring.payload);
             self.counters.heard += u64::from(told.told + told.refused > 0);
             self.told(told, ctx);
@@ -159,15 +158,21 @@ impl NotifyGateActor {
             return;
         }
         if !self.wants_lock() {
-            return (self.parts.ready)();
+            return self.lock_known();
         }
         self.lock_retry.clear(ctx);
         let instance = self.parts.instance;
         let claim = async move |session: &dyn DirectSession| session.claim_alive_lock(instance).await;
         self.ask(claim, ctx, |act, claimed, ctx| {
             act.lock_answered(claimed, ctx);
-            (act.parts.ready)();
+            act.lock_known();
         });
+    }
+
+    /// The lock was asked for, or is not to be had for now.
+    pub(super) fn lock_known(&mut self) {
+        self.lock_asked = true;
+        self.tell_progress();
     }
 
     fn lock_answered(&mut self, claimed: Result<bool, StoreError>, ctx: &mut Context<Self>) {
@@ -213,6 +218,7 @@ impl NotifyGateActor {
         if self.health.wrong(&why) {
             tracing::warn!(why, "the direct session is opened again");
         }
+        self.set_gate(Gate::Unavailable, Some(why), ctx);
         if good {
             self.failures = 0;
         }
@@ -227,5 +233,6 @@ impl NotifyGateActor {
             alarm.clear(ctx);
         }
         self.forget_pings(ctx);
+        self.forget_proof(ctx);
     }
 }
