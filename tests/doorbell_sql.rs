@@ -63,12 +63,12 @@ async fn a_channel_fits_what_postgres_allows_and_names_its_schema() {
     run(&client, &format!("listen \"{tagged}\"; select pg_notify('{tagged}', 'outbox')")).await;
     assert_eq!(value::<String>(&client, "select pg_listening_channels()").await, tagged);
     let keys = format!(
-        "select count(distinct k) from unnest(array[wh_alive_key('{0}'), wh_arm_key('{0}'), wh_member_key('{0}'), \
-        \"{schema}\".wh_alive_key('{0}'), \"{schema}\".wh_arm_key('{0}'), wh_alive_key('{1}'), wh_arm_key('{1}')]) k",
+        "select count(distinct k) from unnest(array[wh_alive_key('{0}'), wh_arm_key('{0}'), wh_member_key('{0}'), wh_full_key('{0}'), \
+        \"{schema}\".wh_alive_key('{0}'), \"{schema}\".wh_arm_key('{0}'), \"{schema}\".wh_full_key('{0}'), wh_alive_key('{1}'), wh_arm_key('{1}')]) k",
         instance(1),
         instance(2)
     );
-    assert_eq!(value::<i64>(&client, &keys).await, 7, "no two purposes share a key");
+    assert_eq!(value::<i64>(&client, &keys).await, 9, "no two purposes share a key");
 }
 
 #[tokio::test]
@@ -129,7 +129,7 @@ async fn a_producer_that_rolls_back_rings_nobody() {
 }
 
 #[tokio::test]
-async fn only_what_is_due_rings_and_neither_update_nor_delete_does() {
+async fn what_is_stored_for_later_rings_too_and_neither_update_nor_delete_does() {
     let db = common::database().await;
     let producer = db.connect().await;
     let me = instance(1);
@@ -140,7 +140,7 @@ async fn only_what_is_due_rings_and_neither_update_nor_delete_does() {
         stream(7)
     );
     run(&producer, &later).await;
-    assert_eq!(listener.rung().await, []);
+    assert_eq!(listener.rung().await, rings(&[(1, "outbox")]), "who sleeps has to learn of the new due time");
     assert_eq!(
         value::<i64>(&producer, "select count(*) from wh_active_streams").await,
         1,
@@ -282,9 +282,90 @@ async fn who_has_no_permits_passes_the_ring_to_a_sleeper() {
     let mut listener = Listener::for_instances(db.direct_url(), &ids).await;
     let pass = format!("select wh_pass_ring('{}', 'outbox')", ids[0]);
     assert_eq!(value::<Option<Uuid>>(&client, &pass).await, None);
-    let _asleep = sleeper(&db, ids[2]).await;
+    let asleep = sleeper(&db, ids[2]).await;
     assert_eq!(value::<Option<Uuid>>(&client, &pass).await, Some(ids[2]));
     assert_eq!(listener.rung().await, rings(&[(3, "outbox")]));
+    // One that is full itself is rung by producers, and left out here: two of them would ring each other for ever.
+    assert!(value::<bool>(&asleep, &format!("select wh_set_full('{}', true)", ids[2])).await);
+    assert_eq!(value::<Option<Uuid>>(&client, &pass).await, None);
+    let _also = sleeper(&db, ids[1]).await;
+    assert_eq!(value::<Option<Uuid>>(&client, &pass).await, Some(ids[1]));
+    assert!(value::<bool>(&asleep, &format!("select wh_set_full('{}', false)", ids[2])).await);
+    run(&client, &format!("delete from wh_service_instances where instance_id = '{}'", ids[1])).await;
+    assert_eq!(value::<Option<Uuid>>(&client, &pass).await, Some(ids[2]));
+    assert_eq!(listener.rung().await, rings(&[(2, "outbox"), (3, "outbox")]));
+}
+
+async fn advisory_locks(client: &Client, session: i32) -> i64 {
+    value(client, &format!("select count(*) from pg_locks where locktype = 'advisory' and pid = {session}"))
+        .await
+}
+
+#[tokio::test]
+async fn arming_is_a_session_lock_that_is_counted_and_given_back() {
+    let db = common::database().await;
+    let (consumer, watcher) = (db.connect().await, db.connect().await);
+    let (me, pid) = (instance(1), sql::pid(&consumer).await);
+    for (full, locks) in [(false, 1), (true, 2)] {
+        assert!(value::<bool>(&consumer, &format!("select wh_arm('{me}', 0, {full})")).await);
+        assert_eq!(advisory_locks(&watcher, pid).await, locks);
+        assert!(!value::<bool>(&watcher, &format!("select wh_arm('{me}')")).await, "one at a time");
+        run(&consumer, &format!("select wh_disarm('{me}', {full})")).await;
+        assert_eq!(advisory_locks(&watcher, pid).await, 0);
+    }
+    for bad in ["null, 0, false", "'$me', -1, false", "'$me', null, false", "'$me', 1, null"] {
+        let (code, message, hint) =
+            refused(&consumer, &format!("select wh_arm({})", bad.replace("$me", &me.to_string()))).await;
+        assert_eq!(code, "22023");
+        assert!(message.contains("cannot be armed") && hint.contains("milliseconds"), "{message}, {hint}");
+    }
+}
+
+#[tokio::test]
+async fn waiting_for_the_lock_in_vain_is_no_error_and_leaves_no_setting_and_no_lock_behind() {
+    let db = common::database().await;
+    let (producer, consumer, watcher) = (db.connect().await, db.connect().await, db.connect().await);
+    let (me, pid) = (instance(1), sql::pid(&consumer).await);
+    beat(&consumer, me).await;
+    run(&producer, &format!("begin; {}", put(&[None]))).await;
+    run(&consumer, "begin; set local lock_timeout = '7s'").await;
+    for full in [false, true] {
+        assert!(!value::<bool>(&consumer, &format!("select wh_arm('{me}', 0, {full})")).await);
+        assert!(!value::<bool>(&consumer, &format!("select wh_arm('{me}', 30, {full})")).await);
+    }
+    assert_eq!(
+        value::<String>(&consumer, "show lock_timeout").await,
+        "7s",
+        "no error: the transaction goes on"
+    );
+    run(&consumer, "commit").await;
+    assert_eq!(advisory_locks(&watcher, pid).await, 0);
+    // And granted when the producer ends, whoever rings meanwhile.
+    let late = db.connect().await;
+    let mut listener = Listener::for_instances(db.url(), &[me]).await;
+    let queued = format!("select wh_arm('{me}', 60000)");
+    let ends = async {
+        until_waiting(&watcher, pid).await;
+        run(&late, &put(&[None])).await;
+        assert_eq!(listener.rung().await, rings(&[(1, "outbox")]), "a queued sleeper is rung already");
+        run(&producer, "commit").await;
+    };
+    let (armed, ()) = futures_util::future::join(value::<bool>(&consumer, &queued), ends).await;
+    assert!(armed);
+    assert_eq!(value::<String>(&consumer, "show lock_timeout").await, "0");
+}
+
+#[tokio::test]
+async fn a_full_sleeper_is_not_armed_when_somebody_looks_at_it_this_instant() {
+    let db = common::database().await;
+    let (client, consumer) = (db.connect().await, db.connect().await);
+    let me = instance(1);
+    run(&client, &format!("begin; select pg_try_advisory_xact_lock_shared(wh_full_key('{me}'))")).await;
+    assert!(!value::<bool>(&consumer, &format!("select wh_arm('{me}', 10, true)")).await);
+    let pid = sql::pid(&consumer).await;
+    assert_eq!(advisory_locks(&client, pid).await, 0, "all or nothing");
+    run(&client, "commit").await;
+    assert!(value::<bool>(&consumer, &format!("select wh_arm('{me}', 10, true)")).await);
 }
 
 #[tokio::test]

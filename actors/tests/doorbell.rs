@@ -194,7 +194,7 @@ fn the_end_of_the_session_that_holds_the_lock_is_a_claim_and_another_lock_at_onc
         assert_eq!(rig.dispatch.next().await.deliveries.len(), 1);
         assert_eq!(at.elapsed(), Duration::ZERO);
         sleep(millis(100)).await;
-        assert_eq!(since(&store, before), "cdcacn", "on the next session");
+        assert_eq!(since(&store, before), "ccacn", "on the next session");
         assert_eq!(store.armed(), Some(ArmMode::Idle));
         let account = rig.addr.send(Observe).await.expect("alive");
         assert_eq!((account.counter("arms"), account.counter("arm_losses")), (2, 1));
@@ -446,7 +446,7 @@ fn while_producers_are_at_work_a_full_instance_passes_on_after_each_wait() {
         let _held = rig.dispatch.next().await;
         sleep(Duration::from_secs(10)).await;
         let passed = store.count(Op::Pass);
-        assert_eq!(passed, store.count(Op::Arm));
+        assert!(store.count(Op::Arm) - passed <= 1, "one is under way at most");
         assert!((10..60).contains(&passed), "{passed}");
     });
 }

@@ -163,7 +163,10 @@ impl Rig {
     }
 
     pub async fn published(&mut self) -> OutboxMessage {
-        timeout(PATIENCE, self.published.recv()).await.expect("somebody is woken").expect("the pump lives")
+        match timeout(PATIENCE, self.published.recv()).await {
+            Ok(message) => message.expect("the pump lives"),
+            Err(_) => panic!("nobody was woken: {:?}, {:#?}", self.pump.gate(), self.pump.observe().await),
+        }
     }
 
     /// What an actor says of itself.

@@ -99,7 +99,7 @@ async fn pings_go_to_the_server_while_work_is_in_hand_and_the_listener_pins_no_s
         look().await;
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    let before = (door.sent_by_listeners(), rig.account("notify_gate").await.counter("answered"));
+    let before = (door.sent_by_listeners(), rig.account("notify_gate").await.counter("pings_answered"));
     store(&db.connect().await, 1).await;
     eventually("a running handler", async || rig.running.load(std::sync::atomic::Ordering::Relaxed) == 1)
         .await;
@@ -108,7 +108,7 @@ async fn pings_go_to_the_server_while_work_is_in_hand_and_the_listener_pins_no_s
         samples += i64::from(value::<i64>(&control, &pinned).await == 0);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    let after = (door.sent_by_listeners(), rig.account("notify_gate").await.counter("answered"));
+    let after = (door.sent_by_listeners(), rig.account("notify_gate").await.counter("pings_answered"));
     // A ping reads for an instant; it is no snapshot that lasts.
     println!("{samples} looks while the handler ran; bytes sent {} -> {}", before.0, after.0);
     assert!(samples >= 10);

@@ -24,6 +24,8 @@ const PASS_PAUSE: Duration = Duration::from_millis(20);
 #[derive(Default)]
 pub(super) struct Passing {
     alarm: Alarm,
+    /// It has waited for permits for long enough to count as full.
+    counts: bool,
     /// Waiting for the arm lock.
     arming: bool,
     /// A ring is being passed on, or was a moment ago.
@@ -37,20 +39,25 @@ impl ClaimActor {
     fn is_full(&self) -> bool {
         let standing = &self.parts.standing;
         let paused = standing.is_paused() && !standing.is_fenced() && !standing.is_over();
-        self.wants_bell() && (self.phase == Phase::Gathering || self.phase == Phase::Parked && paused)
+        let waits = self.phase == Phase::Gathering && self.passing.counts;
+        self.wants_bell() && (waits || self.phase == Phase::Parked && paused)
     }
 
-    /// It begins to wait for permits.
+    /// It waits for permits.
     pub(super) fn may_fill_up(&mut self, ctx: &mut Context<Self>) {
         if self.wants_bell() && self.parts.permits.available_permits() == 0 {
-            self.full_in(FILL_UP, ctx);
+            self.passing.alarm.set(ctx, FILL_UP, |act, ctx| {
+                act.passing.alarm.rang();
+                act.passing.counts = true;
+                act.full(ctx);
+            });
         }
     }
 
     /// It has permits again.
     pub(super) fn has_room(&mut self, ctx: &mut Context<Self>) {
         self.passing.alarm.clear(ctx);
-        self.passing.again = false;
+        (self.passing.counts, self.passing.again) = (false, false);
     }
 
     /// It may not claim. A member that was paused is sent rows all the same.
@@ -95,15 +102,16 @@ impl ClaimActor {
         }));
     }
 
-    /// A ring came, or the lock was lost.
+    /// A ring came while it waits for permits, or the gate did, or the lock was lost. Before it counts as full nothing is passed on: what
+    /// waits for a moment is claimed here.
     pub(super) fn ring_on(&mut self, ctx: &mut Context<Self>) {
-        if self.phase == Phase::Gathering && self.is_full() && !self.passing.arming {
-            // Not before it counts as full: what waits for permits for a moment is claimed when they come.
-            if self.bell.is_full() {
-                self.pass(ctx);
-            } else if !self.passing.alarm.is_set() {
-                self.full(ctx);
-            }
+        if self.phase != Phase::Gathering || self.passing.arming {
+            return;
+        }
+        if self.is_full() && self.bell.is_full() {
+            self.pass(ctx);
+        } else if !self.passing.alarm.is_set() {
+            self.may_fill_up(ctx);
         }
     }
 
