@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio_postgres::types::Type;
 use workpump::Options;
-use workpump::engine::options::{LivenessSourceMode, OnEvicted, OnFence};
+use workpump::engine::options::{GateMode, GateOptions, LivenessSourceMode, OnEvicted, OnFence};
 use workpump::engine::policy::retry::RetryPolicy;
 
 #[test]
@@ -66,6 +66,27 @@ fn every_default_of_liveness_is_the_contracts_and_its_bounds_hold() {
     assert_eq!(refusal(|options| options.liveness.lock_loss_grace_seconds = 61), grace);
     let sweep = Some("liveness.stale_sweep_interval_seconds");
     assert_eq!(refusal(|options| options.liveness.stale_sweep_interval_seconds = 0), sweep);
+}
+
+#[test]
+fn every_default_of_the_gate_is_the_contracts_and_its_bounds_hold() {
+    let gate = Options::default().gate;
+    assert_eq!(gate.mode, GateMode::Auto);
+    assert_eq!((gate.probe_interval_seconds, gate.probe_timeout_seconds), (30, 5));
+    assert_eq!((gate.self_test_timeout_seconds, gate.reconnect_max_seconds), (2, 4));
+    let one = |value: u32, field: fn(&mut GateOptions) -> &mut u32| {
+        let mut options = Options::default();
+        *field(&mut options.gate) = value;
+        options.validate().err().map(|error| error.option)
+    };
+    let bounds = |option, most, field: fn(&mut GateOptions) -> &mut u32| {
+        assert_eq!([0, most + 1].map(|value| one(value, field)), [Some(option); 2]);
+        assert_eq!([1, most].map(|value| one(value, field)), [None; 2]);
+    };
+    bounds("gate.probe_interval_seconds", 3_600, |gate| &mut gate.probe_interval_seconds);
+    bounds("gate.probe_timeout_seconds", 60, |gate| &mut gate.probe_timeout_seconds);
+    bounds("gate.self_test_timeout_seconds", 60, |gate| &mut gate.self_test_timeout_seconds);
+    bounds("gate.reconnect_max_seconds", 300, |gate| &mut gate.reconnect_max_seconds);
 }
 
 #[tokio::test]

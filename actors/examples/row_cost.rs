@@ -17,7 +17,7 @@ use workpump_actors::port::{
     Settled, WorkStore,
 };
 use workpump_actors::runner::{Failure, Job, Runner};
-use workpump_actors::testing::{FakeSweep, claimed};
+use workpump_actors::testing::{FakeDirect, FakeSweep, claimed};
 use workpump_actors::tree::{Engine, EngineParts};
 use workpump_actors::work::{Category, ClaimEpoch, ClaimedWork, WorkKey};
 
@@ -147,6 +147,7 @@ fn measure(name: &str, rows: usize, streams: usize, runner: Trivial) {
             sweep: FakeSweep::new(),
             watch: None,
             direct: None,
+            route: Arc::new(FakeDirect::new()),
             renewals: Arc::clone(&mill) as _,
             runners: vec![(Category::Inbox, Arc::new(runner))],
             handlers: handlers.handle().clone(),

@@ -183,6 +183,35 @@ fn subscriptions_outlive_the_session_and_the_actor_and_are_told_each_time() {
 }
 
 #[test]
+fn a_ring_that_overtakes_the_answer_to_its_listen_is_not_heard_before_the_subscriber_was_told_to_look() {
+    in_virtual_time(async {
+        let mut rig = gate().await;
+        let mut a = TestProbe::start();
+        subscribe(&rig, "a", &a).await;
+        a.take();
+        for restarts in [false, true] {
+            // The work channel's first, then that of the subscriber, which is listened to before anybody knows.
+            rig.server.script(DirectOp::Listen, Reply::Late(Duration::from_millis(1)));
+            rig.server.script(DirectOp::Listen, Reply::Late(Duration::from_millis(5)));
+            if restarts {
+                rig.restart().await;
+            } else {
+                rig.server.end_session();
+            }
+            while !rig.server.ring("a", "1") {
+                sleep(Duration::from_millis(1)).await;
+            }
+            quiesce().await;
+            assert!(a.take().is_empty(), "whatever was missed before comes first");
+            sleep(Duration::from_millis(10)).await;
+            rig.server.ring("a", "2");
+            quiesce().await;
+            assert_eq!(a.take(), [listening("a"), rung("a", "2")]);
+        }
+    });
+}
+
+#[test]
 fn who_subscribes_before_there_is_a_session_is_told_once_there_is_one() {
     in_virtual_time(async {
         let server = FakeDirect::new();

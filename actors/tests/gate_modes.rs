@@ -5,14 +5,15 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 use workpump_actors::actor::claim::ClaimActor;
+use workpump_actors::actor::notify_gate::NotifyGateActor;
 use workpump_actors::instance::Gate;
 use workpump_actors::message::{Observe, Subscribe, SubscribeToGate};
 use workpump_actors::options::{GateMode, Options};
 use workpump_actors::port::StoreError;
 use workpump_actors::registry::Host;
 use workpump_actors::testing::{
-    Call, DirectOp, FakeDirect, FakeStore, GateRig, Op, Reply, TestProbe, engine_parts, in_virtual_time,
-    quiesce, runner,
+    Call, Crash, DirectOp, FakeDirect, FakeStore, GateRig, Op, Reply, TestProbe, engine_parts,
+    in_virtual_time, quiesce, runner,
 };
 use workpump_actors::tree::{Engine, EngineParts, StartError};
 use workpump_actors::work::Category;
@@ -224,9 +225,9 @@ fn every_beat_says_how_the_gate_stands_and_a_change_is_a_beat() {
         let engine = engine(GateMode::Auto, &store, &server).await;
         quiesce().await;
         assert_eq!(beats(&store), [Gate::Available], "known before the first beat");
-        sleep(Duration::from_mins(5)).await;
+        sleep(Duration::from_secs(301)).await;
         let idle = beats(&store).len();
-        assert_eq!(idle, 6);
+        assert_eq!(idle, 6, "one a minute");
         server.always(|op| {
             (op == DirectOp::Ring).then(|| Reply::Fail(StoreError::Unavailable("gone".to_owned())))
         });
@@ -271,5 +272,34 @@ fn users_find_the_gate_through_the_registry_and_stay_subscribed_over_a_re_incarn
         assert_eq!(server.channels(), ["a".to_owned(), FakeDirect::channel_of(engine.instance_id())]);
         engine.drain().await;
         assert_eq!(told(&mut gate), [Gate::Unavailable]);
+    });
+}
+
+#[test]
+fn the_gate_of_an_engine_is_closed_by_each_death_of_its_keeper_and_for_good_when_that_one_is_given_up() {
+    in_virtual_time(async {
+        let (store, server) = (FakeStore::new(), FakeDirect::new());
+        let engine = engine(GateMode::Auto, &store, &server).await;
+        let mut gate = TestProbe::start();
+        let subscribe = engine.recipient::<SubscribeToGate>().expect("it provides it");
+        subscribe.send(SubscribeToGate(gate.recipient())).await.expect("alive");
+        let keeper = engine.addr::<NotifyGateActor>().expect("there is one");
+        let crashing = async {
+            loop {
+                keeper.do_send(Crash);
+                sleep(Duration::from_millis(900)).await;
+            }
+        };
+        let gave_up = tokio::select! {
+            ended = engine.terminated() => ended,
+            () = crashing => unreachable!("it never ends"),
+        };
+        assert!(gave_up.is_err(), "it died too often");
+        assert_eq!(engine.gate().gate, Gate::Unavailable);
+        quiesce().await;
+        let told: Vec<_> =
+            gate.take().into_iter().map(|workpump_actors::message::GateChanged(gate)| gate).collect();
+        assert!(told.len() >= 4 && told.last() == Some(&Gate::Unavailable), "{told:?}");
+        assert!(told.windows(2).all(|pair| pair[0] != pair[1]), "{told:?}");
     });
 }

@@ -138,6 +138,7 @@ fn a_listener_that_grows_deaf_is_found_within_interval_and_timeout_and_its_sessi
         sleep(seconds(45)).await;
         let start = Instant::now();
         rig.server.set_deaf(true);
+        rig.server.script(DirectOp::Connect, Reply::Slow(Duration::from_millis(500)));
         let flip = timeout(HOUR, rig.news.next()).await.expect("it is found");
         assert_eq!(flip, GateChanged(Unavailable));
         assert!(start.elapsed() <= seconds(35), "{:?}", start.elapsed());
@@ -206,6 +207,31 @@ fn where_neither_the_route_nor_the_session_answers_the_session_is_given_up_too()
 }
 
 #[test]
+fn a_call_without_an_answer_keeps_no_session_open_that_was_given_up() {
+    in_virtual_time(async {
+        let mut rig = proven().await;
+        let work = rig.server.clone();
+        rig.server.take_lock(rig.instance);
+        rig.server.end_session();
+        sleep(seconds(1)).await;
+        rig.gates();
+        rig.server.always(|op| (op == DirectOp::ClaimLock).then_some(Reply::Hang));
+        rig.server.set_deaf(true);
+        sleep(seconds(2)).await;
+        rig.addr.do_send(ProbeNow);
+        sleep(Duration::from_millis(4_900)).await;
+        assert!(
+            work.is_connected() && rig.gates().is_empty(),
+            "a claim of the lock hangs, and the proof is under way"
+        );
+        work.always(|op| (op == DirectOp::Connect).then(|| Reply::Fail(unavailable())));
+        sleep(Duration::from_millis(200)).await;
+        assert_eq!(rig.gates(), [Unavailable]);
+        assert!(!work.is_connected(), "nothing holds it any more");
+    });
+}
+
+#[test]
 fn a_new_session_is_proven_before_the_gate_opens_again_and_nobody_is_woken_besides() {
     in_virtual_time(async {
         let mut rig = proven().await;
@@ -227,11 +253,12 @@ fn the_ring_of_an_earlier_proof_proves_nothing() {
         let mut rig = proven().await;
         let old = rig.server.sent().pop().expect("one");
         rig.server.set_deaf(true);
+        rig.server.script(DirectOp::Connect, Reply::Slow(seconds(1)));
         let flip = timeout(HOUR, rig.news.next()).await.expect("it is found");
         assert_eq!(flip, GateChanged(Unavailable));
         rig.server.script(DirectOp::Ring, Reply::Slow(seconds(3)));
         rig.server.set_deaf(false);
-        sleep(seconds(1)).await;
+        sleep(seconds(2)).await;
         assert!(rig.server.ring(&old.0, &old.1));
         rig.server.ring(&old.0, "probe of somebody else");
         quiesce().await;
@@ -323,8 +350,10 @@ fn a_drain_and_an_eviction_close_the_gate_once_and_nothing_is_proven_after() {
         for drained in [true, false] {
             let mut rig = proven().await;
             if drained {
+                rig.standing.deregister();
                 rig.addr.send(Drain).await.expect("alive");
             } else {
+                rig.standing.evict();
                 rig.addr.send(Evicted(rig.instance)).await.expect("alive");
             }
             assert_eq!(rig.probe().await.gate, Unavailable);
@@ -333,7 +362,7 @@ fn a_drain_and_an_eviction_close_the_gate_once_and_nothing_is_proven_after() {
             assert_eq!(rig.server.count(DirectOp::Ring), 1);
             rig.restart().await;
             sleep(HOUR).await;
-            assert!(rig.gates().is_empty(), "{}", reason(&rig));
+            assert!(rig.gates().is_empty() && rig.server.sessions() == 1, "{}", reason(&rig));
         }
     });
 }
@@ -344,12 +373,17 @@ fn the_death_of_the_actor_closes_the_gate_and_the_next_life_opens_it_again() {
         let mut rig = proven().await;
         let mut subscriber = rig.subscriber();
         quiesce().await;
+        // Nobody may follow it: it was given up.
+        rig.end().await;
+        quiesce().await;
+        assert_eq!(rig.gates(), [Unavailable]);
+        assert_eq!(subscriber.take(), [GateChanged(Available), GateChanged(Unavailable)]);
+        assert_eq!(reason(&rig), "the actor that keeps the direct session has ended");
         rig.restart().await;
         rig.ready().await;
-        assert_eq!(rig.gates(), [Unavailable, Available]);
         quiesce().await;
-        let told: Vec<_> = subscriber.take().into_iter().map(|GateChanged(gate)| gate).collect();
-        assert_eq!(told, [Available, Unavailable, Available]);
+        assert_eq!(rig.gates(), [Available]);
+        assert_eq!(subscriber.take(), [GateChanged(Available)]);
     });
 }
 

@@ -11,7 +11,7 @@ use workpump_actors::options::Options;
 use workpump_actors::port::StoreError;
 use workpump_actors::testing::{DirectOp, FakeDirect, GateRig, Reply, TestProbe, in_virtual_time, quiesce};
 
-const ROUNDS: u64 = 200;
+const ROUNDS: u64 = 40;
 
 /// How long a gate may stay open that is broken: an interval, a timeout, and the sending.
 const FOUND_WITHIN: Duration = Duration::from_secs(30 + 5 + 5);

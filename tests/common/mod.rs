@@ -49,5 +49,7 @@ pub fn quick() -> workpump::Options {
     let mut options = workpump::Options::default();
     options.claim.polling_interval_milliseconds = 20;
     options.claim.polling_max_interval_milliseconds = 100;
+    // Also while NOTIFY is proven.
+    options.claim.notify_healthy_polling_interval_milliseconds = None;
     options
 }

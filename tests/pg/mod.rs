@@ -6,6 +6,7 @@ mod cut;
 mod direct;
 mod limits;
 mod renew;
+mod route;
 mod sweep;
 mod watch;
 #[path = "../common/work.rs"]

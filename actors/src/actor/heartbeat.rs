@@ -364,7 +364,7 @@ impl Handler<GateChanged> for HeartbeatActor {
 
     /// Operators read of the gate in the table of members: what stands there must not be a minute old when it has changed.
     fn handle(&mut self, _: GateChanged, ctx: &mut Self::Context) {
-        if self.member && self.parts.standing.gate() != self.gate_declared {
+        if self.parts.standing.gate() != self.gate_declared {
             self.beat_soon(ctx);
         }
     }

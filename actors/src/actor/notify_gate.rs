@@ -40,7 +40,7 @@ use super::{Alarm, Health, backoff};
 pub use channels::Channels;
 use pings::Pings;
 use proof::Proofs;
-use session::Open;
+use session::{LockClaim, Open};
 pub use verdict::GateSubscribers;
 
 /// First pause before another connect; the very first try after the loss of a session comes at once.
@@ -152,14 +152,12 @@ pub struct NotifyGateActor {
     pooler: bool,
     /// Evicted or drained: no session any more.
     over: bool,
-    lock_retry: Alarm,
-    lock_refusals: u32,
+    lock: LockClaim,
     listen_retry: Alarm,
     /// Ends the rest of channels that were refused.
     resting: Alarm,
     /// Looks for subscribers whose mailbox was full.
     behind: Alarm,
-    lock_asked: bool,
     pings: Pings,
     /// The right to say how the gate stands.
     keeper: GateKeeper,
@@ -171,8 +169,10 @@ pub struct NotifyGateActor {
 /// However it ends, its session ends with it. The part of [`Actor::stopped`] that a panic does not skip.
 impl Drop for NotifyGateActor {
     fn drop(&mut self) {
-        if self.parts.standing.gate() == Gate::Available {
-            self.note_gate(Gate::Unavailable, Some("the actor that keeps the direct session has ended"));
+        let why = "the actor that keeps the direct session has ended";
+        if self.parts.standing.gate() == Gate::Available && self.note_gate(Gate::Unavailable, Some(why)) {
+            // Whoever has no room is told by the next life.
+            self.parts.gate_subscribers.tell(Gate::Unavailable);
         }
     }
 }
@@ -232,12 +232,10 @@ impl NotifyGateActor {
             failures: 0,
             pooler: false,
             over,
-            lock_retry: Alarm::default(),
-            lock_refusals: 0,
+            lock: LockClaim::default(),
             listen_retry: Alarm::default(),
             resting: Alarm::default(),
             behind: Alarm::default(),
-            lock_asked: false,
             pings: Pings::default(),
             keeper,
             proofs: Proofs::default(),

@@ -13,7 +13,7 @@ pub enum GateMode {
     /// Used while it is proven to work; otherwise work is found by polling, and the proof is tried again for ever.
     #[default]
     Auto,
-    /// Required: the start fails, with the reason, when it cannot be proven then. Later losses are as with `Auto`.
+    /// Required: the start fails, with the reason, when it cannot be proven within 10 s. Later losses are as with `Auto`.
     ListenNotify,
     /// Never used: nothing is listened to and nobody rings. The direct session still holds the alive-lock.
     Polling,
@@ -25,15 +25,17 @@ pub enum GateMode {
 pub struct GateOptions {
     /// Whether NOTIFY is used. Default `Auto`.
     pub mode: GateMode,
-    /// Seconds between two proofs while all is well; each is one statement through the database URL, and the answer on the direct session
-    /// is its ping. Default 30. 1 to 3 600. Lower finds a listener that hears nothing sooner, and costs a statement each time.
+    /// Seconds between two proofs while all is well; each is one statement through the database URL, and the ring that comes back is the
+    /// ping of the direct session. Default 30. 1 to 3 600. Lower finds a listener that hears nothing sooner, and costs a statement each time.
     pub probe_interval_seconds: u32,
-    /// Seconds a proof may take before the listener counts as deaf and its session is opened again. Default 5. 1 to 60.
+    /// Seconds a ring may take to be sent, and then to be heard, before the route counts as cut, or the listener as deaf and its session is
+    /// opened again. Default 5. 1 to 60.
     pub probe_timeout_seconds: u32,
-    /// Seconds the first proof of a new session may take. Default 2. 1 to 60.
+    /// Seconds the first ring of a new session may take to be heard. Default 2. 1 to 60.
     pub self_test_timeout_seconds: u32,
     /// Longest pause in seconds between two tries to open the session; the first comes at once, the next after 0.1 s, doubling, each spread by
-    /// 20 % either way, for ever. Default 4. 1 to 300. Keep it below `liveness.lock_loss_grace_seconds`: the alive-lock comes back with the session.
+    /// 20 % either way, for ever. Default 4. 1 to 300. No pause is longer than 0.75 of `liveness.lock_loss_grace_seconds` before its spread, so
+    /// 3.75 s at the defaults: the alive-lock comes back with the session. Higher only matters with a longer grace.
     pub reconnect_max_seconds: u32,
 }
 

@@ -93,6 +93,8 @@ impl Call {
 pub enum Reply {
     /// From the table, after this much time.
     Slow(Duration),
+    /// It happens at once, and the answer takes this much time.
+    Late(Duration),
     /// With this error; nothing happens.
     Fail(StoreError),
     /// It happens, but the answer is this error.
@@ -313,6 +315,11 @@ impl FakeStore {
             Some(Reply::Slow(delay)) => {
                 tokio::time::sleep(delay).await;
                 act(&mut lock(&self.state))
+            }
+            Some(Reply::Late(delay)) => {
+                let done = act(&mut lock(&self.state));
+                tokio::time::sleep(delay).await;
+                done
             }
             Some(Reply::Fail(error)) => Err(error),
             Some(Reply::Lose(error)) => act(&mut lock(&self.state)).and(Err(error)),

@@ -225,6 +225,11 @@ impl Shared {
                 tokio::time::sleep(delay).await;
                 act(&mut lock(&self.state))
             }
+            Some(Reply::Late(delay)) => {
+                let done = act(&mut lock(&self.state));
+                tokio::time::sleep(delay).await;
+                done
+            }
             Some(Reply::Fail(error)) => Err(error),
             Some(Reply::Lose(error)) => act(&mut lock(&self.state)).and(Err(error)),
             Some(Reply::Hang) => std::future::pending().await,

@@ -157,9 +157,14 @@ impl GateRig {
         self.addr.send(Observe).await.expect("alive")
     }
 
+    /// Ends this incarnation where it stands.
+    pub async fn end(&self) {
+        end(&self.addr).await;
+    }
+
     /// Ends this incarnation where it stands and starts the next.
     pub async fn restart(&mut self) {
-        end(&self.addr).await;
+        self.end().await;
         self.addr = NotifyGateActor::new((self.make)()).start();
     }
 }

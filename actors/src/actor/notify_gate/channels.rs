@@ -30,7 +30,7 @@ struct Member {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Told {
     /// Messages that went out.
-    pub(super) told: u64,
+    pub(super) sent: u64,
     /// Rings that a subscriber did not get, and will look for.
     pub(super) refused: u64,
     /// Whether somebody is still behind.
@@ -70,6 +70,14 @@ impl Channels {
         lock(&self.0).values().map(|members| members.len() as u64).sum()
     }
 
+    /// Another session: nothing is listened to yet, and whatever was rung for meanwhile is missed. A ring may come before the answer to the
+    /// LISTEN that brings it, so everybody has to be told first.
+    pub(super) fn begin_anew(&self) {
+        for member in lock(&self.0).values_mut().flatten() {
+            member.behind = true;
+        }
+    }
+
     /// These channels are listened to from now on: everybody there has to be told.
     pub(super) fn listened(&self, channels: &[Arc<str>]) {
         let mut all = lock(&self.0);
@@ -91,7 +99,7 @@ impl Channels {
                 }
                 let sent = member.to.try_send(Heard::Listening { channel: Arc::clone(channel) });
                 member.behind = sent.is_err();
-                told.told += u64::from(sent.is_ok());
+                told.sent += u64::from(sent.is_ok());
                 let alive = !matches!(sent, Err(SendError::Closed(_)));
                 told.behind |= member.behind && alive;
                 alive
@@ -113,7 +121,7 @@ impl Channels {
         for member in all.get_mut(&channel).into_iter().flatten() {
             let ring = Heard::Rung { channel: Arc::clone(&channel), payload: Arc::clone(&payload) };
             member.behind = member.behind || member.to.try_send(ring).is_err();
-            told.told += u64::from(!member.behind);
+            told.sent += u64::from(!member.behind);
             told.refused += u64::from(member.behind);
             told.behind |= member.behind;
         }

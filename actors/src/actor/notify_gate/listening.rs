@@ -171,7 +171,7 @@ impl NotifyGateActor {
     }
 
     pub(super) fn told(&mut self, told: Told, ctx: &mut Context<Self>) {
-        self.counters.told += told.told;
+        self.counters.told += told.sent;
         self.counters.refused += told.refused;
         if told.behind && !self.behind.is_set() {
             self.behind.set(ctx, FULL, |act, ctx| {

@@ -129,6 +129,7 @@ impl NotifyGateActor {
     fn not_sent(&mut self, error: &StoreError, ctx: &mut Context<Self>) {
         self.forget_proof(ctx);
         self.counters.not_sent += 1;
+        self.health.wrong(error);
         self.proofs.not_sent = self.proofs.not_sent.saturating_add(1);
         let (first, longest) = ROUTE_PAUSE;
         let pause = self.spread(backoff(self.proofs.not_sent, first, longest));
@@ -148,6 +149,7 @@ impl NotifyGateActor {
         if self.proofs.deaf < DEAF_SESSIONS {
             return self.lost(SUSPECT, ctx);
         }
+        self.health.wrong(&SUSPECT);
         // Another session would be as deaf, and each new one would cost the alive-lock.
         self.set_gate(Gate::Unavailable, Some(SUSPECT), ctx);
         let longest = self.parts.gate.probe_interval();

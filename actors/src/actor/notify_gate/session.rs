@@ -14,13 +14,22 @@ use tokio_util::sync::CancellationToken;
 use super::listening::Listening;
 use super::proof::is_probe;
 use super::{GOOD_LIFE, LOCK_PAUSE, NotifyGateActor, within_limit};
-use crate::actor::{backoff, now};
+use crate::actor::{Alarm, backoff, now};
 use crate::instance::{AliveLock, Gate};
 use crate::message::RequestImmediatePoll;
 use crate::port::{DirectSession, Notification, NotificationStream, StoreError};
 
 /// Notifications taken together: a flood of them is one wake.
 const TOGETHER: usize = 1_000;
+
+/// Where the claim of the alive-lock stands.
+#[derive(Debug, Default)]
+pub(super) struct LockClaim {
+    pub(super) retry: Alarm,
+    refusals: u32,
+    /// It was asked for once, or is not to be had for now.
+    pub(super) asked: bool,
+}
 
 /// The session that is open.
 pub(super) struct Open {
@@ -63,7 +72,8 @@ impl NotifyGateActor {
             listening: Listening::default(),
             over: CancellationToken::new(),
         });
-        self.lock_refusals = 0;
+        self.parts.channels.begin_anew();
+        self.lock.refusals = 0;
         let heard = stream.ready_chunks(TOGETHER).into_actor(self);
         let heard = heard.map(move |rings, act, ctx| {
             if act.is_open(number) {
@@ -141,7 +151,7 @@ impl NotifyGateActor {
         }
         for ring in rings.iter().filter(|ring| !(is_work(ring) && is_probe(&ring.payload))) {
             let told = self.parts.channels.ring(&ring.channel, &ring.payload);
-            self.counters.heard += u64::from(told.told + told.refused > 0);
+            self.counters.heard += u64::from(told.sent + told.refused > 0);
             self.told(told, ctx);
         }
     }
@@ -160,7 +170,7 @@ impl NotifyGateActor {
         if !self.wants_lock() {
             return self.lock_known();
         }
-        self.lock_retry.clear(ctx);
+        self.lock.retry.clear(ctx);
         let instance = self.parts.instance;
         let claim = async move |session: &dyn DirectSession| session.claim_alive_lock(instance).await;
         self.ask(claim, ctx, |act, claimed, ctx| {
@@ -171,7 +181,7 @@ impl NotifyGateActor {
 
     /// The lock was asked for, or is not to be had for now.
     pub(super) fn lock_known(&mut self) {
-        self.lock_asked = true;
+        self.lock.asked = true;
         self.tell_progress();
     }
 
@@ -185,13 +195,13 @@ impl NotifyGateActor {
                 }
             }
         }
-        self.lock_refusals = self.lock_refusals.saturating_add(1);
-        if self.lock_refusals == 1 {
+        self.lock.refusals = self.lock.refusals.saturating_add(1);
+        if self.lock.refusals == 1 {
             self.tell_lock(AliveLock::NotHeld);
         }
         let (first, longest) = LOCK_PAUSE;
-        self.lock_retry.set(ctx, backoff(self.lock_refusals, first, longest), |act, ctx| {
-            act.lock_retry.rang();
+        self.lock.retry.set(ctx, backoff(self.lock.refusals, first, longest), |act, ctx| {
+            act.lock.retry.rang();
             act.claim_lock(ctx);
         });
     }
@@ -231,7 +241,7 @@ impl NotifyGateActor {
 
     /// Forgets every alarm that belongs to a session.
     pub(super) fn quiet_session(&mut self, ctx: &mut Context<Self>) {
-        for alarm in [&mut self.lock_retry, &mut self.listen_retry, &mut self.resting, &mut self.behind] {
+        for alarm in [&mut self.lock.retry, &mut self.listen_retry, &mut self.resting, &mut self.behind] {
             alarm.clear(ctx);
         }
         self.forget_pings(ctx);

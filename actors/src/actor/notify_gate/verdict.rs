@@ -32,7 +32,7 @@ impl GateSubscribers {
     }
 
     /// Tells everybody who does not know. Returns whether somebody had no room for it.
-    fn tell(&self, gate: Gate) -> bool {
+    pub(super) fn tell(&self, gate: Gate) -> bool {
         let mut full = false;
         lock(&self.0).retain_mut(|(who, told)| {
             if *told == Some(gate) {
@@ -109,7 +109,7 @@ impl NotifyGateActor {
         } else {
             report.gate != Gate::Unconfigured || !self.uses_notify()
         };
-        if known && self.lock_asked {
+        if known && self.lock.asked {
             (self.parts.progress)(Ok(()));
         } else if let Some(reason) = report.reason {
             (self.parts.progress)(Err(reason));
