@@ -4,6 +4,7 @@
 #![allow(clippy::print_stdout, reason = "figures are printed for the reader of a test run")]
 
 mod common;
+mod fleet;
 mod sql;
 
 #[path = "doorbells/due.rs"]

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 use workpump_actors::instance::Gate;
-use workpump_actors::message::{Drain, GateChanged, Observe, Pause, RequestImmediatePoll, Resume};
+use workpump_actors::message::{Drain, Observe, Pause, RequestImmediatePoll, Resume};
 use workpump_actors::options::Options;
 use workpump_actors::port::{ArmMode, StoreError};
 use workpump_actors::testing::{Call, ClaimRig, FakeStore, Op, Reply, Row, in_virtual_time, quiesce};
@@ -206,14 +206,14 @@ fn without_an_available_gate_nobody_arms() {
     in_virtual_time(async {
         let store = FakeStore::new();
         let rig = ClaimRig::start_with_bell(Options::default(), &store);
-        rig.addr.do_send(GateChanged(Gate::Unconfigured));
+        rig.set_gate(Gate::Unconfigured);
         sleep(Duration::from_mins(1)).await;
-        rig.addr.do_send(GateChanged(Gate::Unavailable));
+        rig.set_gate(Gate::Unavailable);
         sleep(Duration::from_mins(1)).await;
         assert_eq!(store.armed(), None);
         assert!(store.count(Op::Arm) <= 1, "before it heard");
         let before = store.count(Op::Arm);
-        rig.addr.do_send(GateChanged(Gate::Available));
+        rig.set_gate(Gate::Available);
         sleep(millis(100)).await;
         assert_eq!((store.count(Op::Arm), store.armed()), (before + 1, Some(ArmMode::Idle)));
     });
@@ -224,7 +224,7 @@ fn a_gate_that_is_lost_ends_the_sleep_and_gives_the_lock_back() {
     in_virtual_time(async {
         for gate in [Gate::Unavailable, Gate::Unconfigured] {
             let (store, rig, before) = asleep(signals_only()).await;
-            rig.addr.do_send(GateChanged(gate));
+            rig.set_gate(gate);
             sleep(millis(600)).await;
             assert_eq!(store.armed(), None);
             let after = since(&store, before);

@@ -3,15 +3,15 @@
 use std::time::Duration;
 
 use tokio::sync::mpsc::unbounded_channel;
-use tokio::time::{Instant, sleep};
-use uuid::Uuid;
+use tokio::time::{Instant, sleep, timeout};
 use workpump::WorkPump;
 
-use crate::common::{self, Bouncer, server_with, wait::eventually};
+use crate::common::{self, Bouncer, server_with};
+use crate::fleet::{Relay, To, declared};
 use crate::rig::{
     Asleep, Run, asleep, assign, claimer, next, one_at_a_time, pump, signals_only, started, store,
 };
-use crate::sql::{beat, instance, pid, run, stream, until, value};
+use crate::sql::{beat, run, stream, until, value};
 
 /// The claim statements of all of them so far.
 async fn claims(pumps: &[WorkPump]) -> u64 {
@@ -153,31 +153,39 @@ async fn two_full_instances_do_not_ring_each_other() {
     it.pump.drain().await;
 }
 
-/// The dead one is played by a session that holds what a sleeping pump holds.
 #[tokio::test]
-async fn what_was_stored_for_a_sleeper_that_died_is_taken_when_it_is_evicted() {
+async fn what_was_stored_for_a_sleeper_that_was_killed_is_taken_when_it_is_evicted() {
     let mut it = Asleep::new(signals_only()).await;
-    let victim = it.db.connect().await;
-    let dead = instance(1);
-    assert!(value::<bool>(&victim, &format!("select claim_instance_alive_lock('{dead}')")).await);
-    run(&victim, &format!("select record_heartbeat('{dead}', 's', 'h', 1, null, 60, true)")).await;
-    assert!(value::<bool>(&victim, &format!("select wh_arm('{dead}')")).await);
+    let quiet = [("WORKPUMP_CLAIM_ENABLE_SAFETY_NET_POLL", "false")];
+    let mut victim = Relay::start(&it.client, it.db.url(), To::Nowhere, &quiet).await;
+    let armed = |wanted: bool| {
+        let held = format!("select 1 from wh_held_keys() h where h.key = wh_arm_key('{}')", victim.id);
+        format!("select {wanted} = exists ({held})")
+    };
+    until(&it.client, &armed(true)).await;
+    declared(&it.client, &[&victim]).await;
+    // Each watches the other: without that its death is noticed 30 s later.
+    let watching = "select count(*) = 2 from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock' \
+                    and query like 'CALL%wh_watch%'";
+    until(&it.client, watching).await;
     asleep(&it.pump).await;
-    let session = pid(&victim).await;
-    run(&it.client, &format!("select pg_terminate_backend({session})")).await;
-    until(&it.client, &format!("select not exists (select 1 from pg_locks where pid = {session})")).await;
+    let (free, dead) = (armed(false), victim.id);
+    victim.kill();
+    // From now on producers take it for awake.
+    until(&it.client, &free).await;
     let mut stored = Vec::new();
     for n in 1..=5 {
         assign(&it.client, stream(n), dead).await;
         stored.push(store(&it.client, Some(stream(n)), "").await);
     }
-    for _ in 0..5 {
+    let since = Instant::now();
+    while !stored.is_empty() {
         // The grace, and what a busy machine adds.
-        let started = tokio::time::timeout(Duration::from_mins(1), it.telling.recv()).await;
+        let started = timeout(Duration::from_mins(1), it.telling.recv()).await;
         let started = started.expect("taken over").expect("the pump lives");
         stored.retain(|id| *id != started.id);
     }
-    assert_eq!(stored, Vec::<Uuid>::new());
+    println!("stored for a dead sleeper: taken after {:.1?}", since.elapsed());
     assert!(!beat(&it.client, dead).await, "it was evicted");
     it.pump.drain().await;
 }
@@ -204,6 +212,7 @@ async fn behind_a_pooler_nobody_arms_and_everybody_polls() {
         }
         let claimer = claimer(&pump).await;
         assert_eq!((claimer.counter("arms"), claimer.counter("armed")), (0, 0));
+        assert_ne!(pump.gate().gate, workpump::engine::instance::Gate::Available);
         pump.drain().await;
     }
 }

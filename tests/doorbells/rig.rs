@@ -10,8 +10,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::{Instant, timeout};
 use tokio_postgres::Client;
 use uuid::Uuid;
-use workpump::engine::instance::Gate;
-use workpump::{Account, Category, Failure, GateChanged, Job, Options, Runner, WorkPump};
+use workpump::{Account, Category, Failure, Job, Options, Runner, WorkPump};
 
 use crate::common::{self, Database, wait::eventually};
 use crate::sql::run;
@@ -77,21 +76,13 @@ pub fn started(tell: &UnboundedSender<Started>, job: &Job) {
     let _ = tell.send(Started { id, at: Instant::now(), by: job.instance.0, attempts });
 }
 
-/// Starts a pump that runs all categories so and is known to hear rings.
+/// Starts a pump that runs all categories so.
 pub async fn pump(url: &str, options: Options, run: &Run) -> WorkPump {
     let mut builder = WorkPump::builder(url).options(options);
     for category in [Category::Outbox, Category::Inbox, Category::PerspectiveEvent, Category::Receptor] {
         builder = builder.runner(category, run.clone());
     }
-    let pump = builder.start().await.expect("starts");
-    tell_gate(&pump, Gate::Available).await;
-    pump
-}
-
-/// Says so in the place of the gate.
-pub async fn tell_gate(pump: &WorkPump, gate: Gate) {
-    let tell = pump.registry().recipient::<GateChanged>().expect("somebody claims");
-    tell.send(GateChanged(gate)).await.expect("it lives");
+    builder.start().await.expect("starts")
 }
 
 /// What the claimer says of itself.

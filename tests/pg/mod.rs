@@ -1,5 +1,6 @@
 //! The engine's ports on a real server, seen from inside: `src/pg/mod.rs` loads this room, because nothing in it is public.
 
+mod arm;
 mod beat;
 #[cfg(target_os = "linux")]
 mod cut;

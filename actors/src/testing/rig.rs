@@ -140,7 +140,7 @@ impl ClaimRig {
     /// Starts one as after the first accepted heartbeat, with an available gate, and armed by this store.
     pub fn start_with_bell(options: Options, store: &Arc<FakeStore>) -> Self {
         let rig = Self::start_with(options, store, Some(Arc::clone(store) as _));
-        rig.addr.do_send(GateChanged(Gate::Available));
+        rig.set_gate(Gate::Available);
         rig.unfence();
         rig
     }

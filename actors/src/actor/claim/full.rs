@@ -28,10 +28,18 @@ pub(super) struct Passing {
     counts: bool,
     /// Waiting for the arm lock.
     arming: bool,
-    /// A ring is being passed on, or was a moment ago.
-    busy: bool,
+    ring: Ring,
+}
+
+/// A ring on its way to somebody else.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Ring {
+    #[default]
+    None,
+    /// It is being passed on, or was a moment ago.
+    UnderWay,
     /// Another one came meanwhile.
-    again: bool,
+    Another,
 }
 
 impl ClaimActor {
@@ -57,7 +65,7 @@ impl ClaimActor {
     /// It has permits again.
     pub(super) fn has_room(&mut self, ctx: &mut Context<Self>) {
         self.passing.alarm.clear(ctx);
-        (self.passing.counts, self.passing.again) = (false, false);
+        self.passing.counts = false;
     }
 
     /// It may not claim. A member that was paused is sent rows all the same.
@@ -116,13 +124,13 @@ impl ClaimActor {
     }
 
     fn pass(&mut self, ctx: &mut Context<Self>) {
-        if self.passing.busy {
-            self.passing.again = true;
+        if self.passing.ring != Ring::None {
+            self.passing.ring = Ring::Another;
             return;
         }
         let Some(doorbell) = self.bell.doorbell() else { return };
         let instance = self.parts.instance;
-        self.passing.busy = true;
+        self.passing.ring = Ring::UnderWay;
         self.counters.passed += 1;
         let passed = async move {
             let answer = doorbell.pass_ring(instance).await;
@@ -130,8 +138,7 @@ impl ClaimActor {
             answer
         };
         ctx.spawn(passed.into_actor(self).map(|answer, act, ctx| {
-            act.passing.busy = false;
-            let again = std::mem::take(&mut act.passing.again);
+            let again = std::mem::take(&mut act.passing.ring) == Ring::Another;
             if let Err(error) = &answer
                 && act.health.wrong(error)
             {
