@@ -304,7 +304,8 @@ async fn advisory_locks(client: &Client, session: i32) -> i64 {
 #[tokio::test]
 async fn arming_is_a_session_lock_that_is_counted_and_given_back() {
     let db = common::database().await;
-    let (consumer, watcher) = (db.connect().await, db.connect().await);
+    // Arm locks are of sessions, here and below.
+    let (consumer, watcher) = (db.connect_direct().await, db.connect_direct().await);
     let (me, pid) = (instance(1), sql::pid(&consumer).await);
     for (full, locks) in [(false, 1), (true, 2)] {
         assert!(value::<bool>(&consumer, &format!("select wh_arm('{me}', 0, {full})")).await);
@@ -324,7 +325,7 @@ async fn arming_is_a_session_lock_that_is_counted_and_given_back() {
 #[tokio::test]
 async fn waiting_for_the_lock_in_vain_is_no_error_and_leaves_no_setting_and_no_lock_behind() {
     let db = common::database().await;
-    let (producer, consumer, watcher) = (db.connect().await, db.connect().await, db.connect().await);
+    let (producer, consumer, watcher) = (db.connect().await, db.connect_direct().await, db.connect().await);
     let (me, pid) = (instance(1), sql::pid(&consumer).await);
     beat(&consumer, me).await;
     run(&producer, &format!("begin; {}", put(&[None]))).await;
@@ -342,7 +343,7 @@ async fn waiting_for_the_lock_in_vain_is_no_error_and_leaves_no_setting_and_no_l
     assert_eq!(advisory_locks(&watcher, pid).await, 0);
     // And granted when the producer ends, whoever rings meanwhile.
     let late = db.connect().await;
-    let mut listener = Listener::for_instances(db.url(), &[me]).await;
+    let mut listener = Listener::for_instances(db.direct_url(), &[me]).await;
     let queued = format!("select wh_arm('{me}', 60000)");
     let ends = async {
         until_waiting(&watcher, pid).await;
@@ -358,7 +359,7 @@ async fn waiting_for_the_lock_in_vain_is_no_error_and_leaves_no_setting_and_no_l
 #[tokio::test]
 async fn a_full_sleeper_is_not_armed_when_somebody_looks_at_it_this_instant() {
     let db = common::database().await;
-    let (client, consumer) = (db.connect().await, db.connect().await);
+    let (client, consumer) = (db.connect().await, db.connect_direct().await);
     let me = instance(1);
     run(&client, &format!("begin; select pg_try_advisory_xact_lock_shared(wh_full_key('{me}'))")).await;
     assert!(!value::<bool>(&consumer, &format!("select wh_arm('{me}', 10, true)")).await);
