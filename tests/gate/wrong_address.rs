@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use workpump::engine::instance::Gate;
 
+use crate::common::wait::eventually;
 use crate::common::{self, Bouncer};
 use crate::rig::{Rig, store, tight_without_gate};
 
@@ -11,8 +12,9 @@ use crate::rig::{Rig, store, tight_without_gate};
 async fn unavailable_because(url: &str, direct_url: &str, reason: &str) -> Rig {
     let mut rig = Rig::start(url, direct_url, tight_without_gate()).await;
     rig.until(Gate::Unavailable).await;
-    let report = rig.pump.gate();
-    assert!(report.reason.as_deref().is_some_and(|told| told.contains(reason)), "{report:?}");
+    // At first nothing is proven; the reason comes with the answer.
+    let told = async || rig.pump.gate().reason.is_some_and(|told| told.contains(reason));
+    eventually(&format!("the reason {reason:?}"), told).await;
     rig
 }
 
