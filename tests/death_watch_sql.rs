@@ -9,9 +9,11 @@ use sql::{Listener, beat, instance, is_member, member, refused, rings, run, unti
 use tokio_postgres::Client;
 use uuid::Uuid;
 
+// Locks and watches are of sessions, and go past any pooler; beats, verdicts and looks need none.
+
 /// A member whose last beat declared the lock it holds on the session that is returned.
 async fn holder(db: &common::Database, id: Uuid) -> Client {
-    let client = db.connect().await;
+    let client = db.connect_direct().await;
     assert!(value::<bool>(&client, &format!("select claim_instance_alive_lock('{id}')")).await);
     assert!(
         value::<bool>(&client, &format!("select record_heartbeat('{id}', 's', 'h', 1, null, 60, true)"))
@@ -46,7 +48,7 @@ async fn the_death_of_the_ring_successor_ends_the_wait_at_once() {
     let db = common::database().await;
     let control = db.connect().await;
     let (_first, _third) = (holder(&db, instance(1)).await, holder(&db, instance(3)).await);
-    let watching = db.connect().await;
+    let watching = db.connect_direct().await;
     let watching_pid = sql::pid(&watching).await;
     let mut quickest = Duration::MAX;
     for _ in 0..5 {
@@ -79,7 +81,7 @@ async fn a_death_between_two_slices_of_the_wait_is_seen_too() {
          $$ begin perform pg_sleep(0.01); return false; end $$",
     )
     .await;
-    let watching = db.connect().await;
+    let watching = db.connect_direct().await;
     let watching_pid = sql::pid(&watching).await;
     let asleep = format!(
         "select coalesce((select wait_event = 'PgSleep' from pg_stat_activity where pid = {watching_pid}), false)"
@@ -124,7 +126,7 @@ async fn several_watchers_of_one_peer_are_all_told() {
     let db = common::database().await;
     let control = db.connect().await;
     let peer = holder(&db, instance(9)).await;
-    let watchers = futures_util::future::join_all((0..3).map(|_| db.connect())).await;
+    let watchers = futures_util::future::join_all((0..3).map(|_| db.connect_direct())).await;
     let killing = async {
         until(&control, "select count(*) = 3 from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'").await;
         kill(&control, &peer).await;
@@ -141,7 +143,7 @@ async fn a_watch_without_event_returns_nothing_and_pins_no_snapshot_and_no_lock(
     let db = common::database().await;
     let control = db.connect().await;
     let peer = holder(&db, instance(2)).await;
-    let watching = db.connect().await;
+    let watching = db.connect_direct().await;
     let watching_pid = sql::pid(&watching).await;
     assert_eq!(watch(&watching, instance(1), "0.3 s", true).await, None);
     run(&control, &format!("create table seen as select backend_xmin, xact_start from pg_stat_activity where pid = {watching_pid}; truncate seen")).await;
@@ -171,7 +173,7 @@ async fn a_watch_without_event_returns_nothing_and_pins_no_snapshot_and_no_lock(
 #[tokio::test]
 async fn the_census_finds_whom_nobody_waited_for_unless_it_is_switched_off() {
     let db = common::database().await;
-    let control = db.connect().await;
+    let control = db.connect_direct().await;
     let (gone, _stays) = (holder(&db, instance(2)).await, holder(&db, instance(3)).await);
     member(&control, instance(4), 1).await; // never declared a lock: none of the watch's business
     kill(&control, &gone).await;
@@ -204,7 +206,7 @@ async fn a_verdict_needs_the_grace_a_free_lock_and_silence() {
         "its last beat said that it has no lock"
     );
     run(&control, "update wh_service_instances set lock_declared = true").await;
-    let mut listener = Listener::for_instances(db.url(), &[me, peer]).await;
+    let mut listener = Listener::for_instances(db.direct_url(), &[me, peer]).await;
     assert_eq!(verdict(&control, me, peer, now, 0.0).await, "evicted");
     assert_eq!(listener.rung().await, rings(&[(1, "orphan")]));
     assert!(!is_member(&control, peer).await);
@@ -219,7 +221,7 @@ async fn a_verdict_needs_the_grace_a_free_lock_and_silence() {
 #[tokio::test]
 async fn the_evicted_cannot_retake_the_lock_before_the_verdict_is_committed() {
     let db = common::database().await;
-    let (judge, back) = (db.connect().await, db.connect().await);
+    let (judge, back) = (db.connect().await, db.connect_direct().await);
     let (me, peer) = (instance(1), instance(2));
     beat(&judge, me).await;
     let session = holder(&db, peer).await;

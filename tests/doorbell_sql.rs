@@ -7,9 +7,9 @@ use sql::{Listener, beat, column, instance, member, refused, rings, run, stream,
 use tokio_postgres::Client;
 use uuid::Uuid;
 
-/// A member that sleeps: its session holds the arm lock.
+/// A member that sleeps: its session, which no pooler may share, holds the arm lock.
 async fn sleeper(db: &common::Database, id: Uuid) -> Client {
-    let client = db.connect().await;
+    let client = db.connect_direct().await;
     assert!(beat(&client, id).await);
     assert!(value::<bool>(&client, &format!("select pg_try_advisory_lock(wh_arm_key('{id}'))")).await);
     client
@@ -47,7 +47,8 @@ async fn stream_of_share(client: &Client, count: i32, n: i32) -> Uuid {
 #[tokio::test]
 async fn a_channel_fits_what_postgres_allows_and_names_its_schema() {
     let db = common::database().await;
-    let client = db.connect().await;
+    // It listens.
+    let client = db.connect_direct().await;
     let channel: String = value(&client, &format!("select wh_work_channel('{}')", instance(1))).await;
     assert_eq!(channel, format!("wh_work_{}", instance(1)));
     let schema = "a schema with a rather long name";
@@ -76,7 +77,7 @@ async fn a_sleeper_is_rung_once_per_transaction_and_one_awake_is_not() {
     let producer = db.connect().await;
     let me = instance(1);
     let consumer = sleeper(&db, me).await;
-    let mut listener = Listener::for_instances(db.url(), &[me]).await;
+    let mut listener = Listener::for_instances(db.direct_url(), &[me]).await;
     run(&producer, &put(&[Some(stream(1))])).await;
     assert_eq!(listener.rung().await, rings(&[(1, "outbox")]));
     // Still asleep: as long as nobody took the lock back every commit rings, however much is pending.
@@ -91,7 +92,8 @@ async fn a_sleeper_is_rung_once_per_transaction_and_one_awake_is_not() {
 #[tokio::test]
 async fn nobody_falls_asleep_while_an_unrung_producer_is_open() {
     let db = common::database().await;
-    let (producer, consumer, watcher) = (db.connect().await, db.connect().await, db.connect().await);
+    // The consumer's lock is one of its session.
+    let (producer, consumer, watcher) = (db.connect().await, db.connect_direct().await, db.connect().await);
     let me = instance(1);
     beat(&consumer, me).await;
     for level in ["read committed", "repeatable read", "serializable"] {
@@ -120,7 +122,7 @@ async fn a_producer_that_rolls_back_rings_nobody() {
     let producer = db.connect().await;
     let me = instance(1);
     let _consumer = sleeper(&db, me).await;
-    let mut listener = Listener::for_instances(db.url(), &[me]).await;
+    let mut listener = Listener::for_instances(db.direct_url(), &[me]).await;
     run(&producer, &format!("begin; {}; rollback", put(&[None]))).await;
     run(&producer, &format!("begin; savepoint s; {}; rollback to s; commit", put(&[None]))).await;
     assert_eq!(listener.rung().await, []);
@@ -132,7 +134,7 @@ async fn a_row_scheduled_for_later_rings_too_and_neither_update_nor_delete_does(
     let producer = db.connect().await;
     let me = instance(1);
     let _consumer = sleeper(&db, me).await;
-    let mut listener = Listener::for_instances(db.url(), &[me]).await;
+    let mut listener = Listener::for_instances(db.direct_url(), &[me]).await;
     let item = |more: &str| format!(r#"{{"message_type": "t", "payload": 1, "scheduled_for": {more}}}"#);
     let ordered = item(&format!(r#""2100-01-01T00:00:00Z", "stream_id": "{}""#, stream(7)));
     let unordered = item(r#""infinity""#);
@@ -156,7 +158,7 @@ async fn every_category_names_itself() {
     let producer = db.connect().await;
     let me = instance(1);
     let _consumer = sleeper(&db, me).await;
-    let mut listener = Listener::for_instances(db.url(), &[me]).await;
+    let mut listener = Listener::for_instances(db.direct_url(), &[me]).await;
     let id = stream(1);
     run(&producer, &format!(
         "begin; {}; select store_inbox_messages('[{{\"message_type\": \"t\", \"payload\": 1}}]'); \
@@ -179,7 +181,7 @@ async fn the_owner_of_a_stream_is_rung_else_its_share_and_never_the_dead_or_the_
     for id in ids {
         sleepers.push(sleeper(&db, id).await);
     }
-    let mut listener = Listener::for_instances(db.url(), &ids).await;
+    let mut listener = Listener::for_instances(db.direct_url(), &ids).await;
     let share_of_first = stream_of_share(&producer, 3, 0).await;
     let (owned, dead_owner) = (stream(1), stream_of_share(&producer, 3, 1).await);
     assign(&producer, owned, ids[2]).await;
@@ -214,7 +216,7 @@ async fn unordered_rows_of_a_category_are_one_queue_with_one_taker() {
     for id in ids {
         sleepers.push(sleeper(&db, id).await);
     }
-    let mut listener = Listener::for_instances(db.url(), &ids).await;
+    let mut listener = Listener::for_instances(db.direct_url(), &ids).await;
     run(&producer, &put(&[None; 100])).await;
     assert_eq!(listener.rung().await.len(), 1);
 }
@@ -223,7 +225,7 @@ async fn unordered_rows_of_a_category_are_one_queue_with_one_taker() {
 async fn without_anybody_alive_storing_is_silent() {
     let db = common::database().await;
     let producer = db.connect().await;
-    let mut listener = Listener::for_instances(db.url(), &[instance(1)]).await;
+    let mut listener = Listener::for_instances(db.direct_url(), &[instance(1)]).await;
     run(&producer, &put(&[None, Some(stream(1))])).await;
     member(&producer, instance(1), 40).await;
     run(&producer, &put(&[None, Some(stream(1))])).await;
@@ -246,7 +248,7 @@ async fn the_bell_by_hand_rings_owners_and_shares_asleep_or_not() {
     for id in ids {
         beat(&client, id).await;
     }
-    let mut listener = Listener::for_instances(db.url(), &ids).await;
+    let mut listener = Listener::for_instances(db.direct_url(), &ids).await;
     assign(&client, stream(1), ids[1]).await;
     assign(&client, stream(2), ids[1]).await;
     let free = stream_of_share(&client, 3, 2).await;
@@ -277,7 +279,7 @@ async fn who_has_no_permits_passes_the_ring_to_a_sleeper() {
     for id in ids {
         beat(&client, id).await;
     }
-    let mut listener = Listener::for_instances(db.url(), &ids).await;
+    let mut listener = Listener::for_instances(db.direct_url(), &ids).await;
     let pass = format!("select wh_pass_ring('{}', 'outbox')", ids[0]);
     assert_eq!(value::<Option<Uuid>>(&client, &pass).await, None);
     let asleep = sleeper(&db, ids[2]).await;
@@ -302,7 +304,8 @@ async fn advisory_locks(client: &Client, session: i32) -> i64 {
 #[tokio::test]
 async fn arming_is_a_session_lock_that_is_counted_and_given_back() {
     let db = common::database().await;
-    let (consumer, watcher) = (db.connect().await, db.connect().await);
+    // Arm locks are of sessions, here and below.
+    let (consumer, watcher) = (db.connect_direct().await, db.connect_direct().await);
     let (me, pid) = (instance(1), sql::pid(&consumer).await);
     for (full, locks) in [(false, 1), (true, 2)] {
         assert!(value::<bool>(&consumer, &format!("select wh_arm('{me}', 0, {full})")).await);
@@ -322,7 +325,7 @@ async fn arming_is_a_session_lock_that_is_counted_and_given_back() {
 #[tokio::test]
 async fn waiting_for_the_lock_in_vain_is_no_error_and_leaves_no_setting_and_no_lock_behind() {
     let db = common::database().await;
-    let (producer, consumer, watcher) = (db.connect().await, db.connect().await, db.connect().await);
+    let (producer, consumer, watcher) = (db.connect().await, db.connect_direct().await, db.connect().await);
     let (me, pid) = (instance(1), sql::pid(&consumer).await);
     beat(&consumer, me).await;
     run(&producer, &format!("begin; {}", put(&[None]))).await;
@@ -340,7 +343,7 @@ async fn waiting_for_the_lock_in_vain_is_no_error_and_leaves_no_setting_and_no_l
     assert_eq!(advisory_locks(&watcher, pid).await, 0);
     // And granted when the producer ends, whoever rings meanwhile.
     let late = db.connect().await;
-    let mut listener = Listener::for_instances(db.url(), &[me]).await;
+    let mut listener = Listener::for_instances(db.direct_url(), &[me]).await;
     let queued = format!("select wh_arm('{me}', 60000)");
     let ends = async {
         until_waiting(&watcher, pid).await;
@@ -356,7 +359,7 @@ async fn waiting_for_the_lock_in_vain_is_no_error_and_leaves_no_setting_and_no_l
 #[tokio::test]
 async fn a_full_sleeper_is_not_armed_when_somebody_looks_at_it_this_instant() {
     let db = common::database().await;
-    let (client, consumer) = (db.connect().await, db.connect().await);
+    let (client, consumer) = (db.connect().await, db.connect_direct().await);
     let me = instance(1);
     run(&client, &format!("begin; select pg_try_advisory_xact_lock_shared(wh_full_key('{me}'))")).await;
     assert!(!value::<bool>(&consumer, &format!("select wh_arm('{me}', 10, true)")).await);
@@ -372,7 +375,7 @@ async fn a_two_phase_producer_skips_the_bell_by_a_setting() {
     let producer = db.connect().await;
     let me = instance(1);
     let _consumer = sleeper(&db, me).await;
-    let mut listener = Listener::for_instances(db.url(), &[me]).await;
+    let mut listener = Listener::for_instances(db.direct_url(), &[me]).await;
     run(&producer, &format!("begin; {}", put(&[None]))).await;
     let (code, ..) = refused(&producer, &format!("prepare transaction '{}-rings'", db.name())).await;
     assert_eq!(code, "0A000", "PostgreSQL cannot prepare a NOTIFY");

@@ -175,7 +175,8 @@ async fn nothing_is_released_before_the_eviction_is_on_record() {
 #[tokio::test]
 async fn an_eviction_waits_for_the_claim_in_flight_and_takes_its_rows_back() {
     let db = common::database().await;
-    let (claiming, evicting, watcher) = (db.connect().await, db.connect().await, db.connect().await);
+    // The backend of the eviction is looked at.
+    let (claiming, evicting, watcher) = (db.connect().await, db.connect_direct().await, db.connect().await);
     let dying = instance(2);
     beat(&claiming, dying).await;
     one_of_each(&claiming, 1).await;
@@ -203,7 +204,7 @@ async fn who_leaves_hands_back_without_a_crash_and_rings_the_others() {
     }
     one_of_each(&client, 1).await;
     lease_all(&client, leaver).await;
-    let mut listener = Listener::for_instances(db.url(), &[leaver, idle, stays]).await;
+    let mut listener = Listener::for_instances(db.direct_url(), &[leaver, idle, stays]).await;
     let leave = |id: Uuid| format!("select deregister_instance('{id}')");
     assert!(value::<bool>(&client, &leave(leaver)).await);
     assert_eq!(listener.rung().await, rings(&[(2, "orphan"), (3, "orphan")]));
@@ -223,7 +224,8 @@ async fn who_leaves_hands_back_without_a_crash_and_rings_the_others() {
 #[tokio::test]
 async fn a_tombstone_is_not_finished_while_a_producer_counts_on_the_dead() {
     let db = common::database().await;
-    let (client, producer, other) = (db.connect().await, db.connect().await, db.connect().await);
+    // The other one's lock is one of its session.
+    let (client, producer, other) = (db.connect().await, db.connect().await, db.connect_direct().await);
     let (dead, me) = (instance(2), instance(1));
     beat(&client, dead).await;
     // The only member is awake, so this producer does not ring anybody.
@@ -231,7 +233,7 @@ async fn a_tombstone_is_not_finished_while_a_producer_counts_on_the_dead() {
         .await;
     run(&client, &format!("select evict_instance('{dead}', null, 'died')")).await;
     assert!(unfinished(&client, dead).await);
-    let mut listener = Listener::for_instances(db.url(), &[me]).await;
+    let mut listener = Listener::for_instances(db.direct_url(), &[me]).await;
     assert!(beat(&client, me).await);
     run(&other, &format!("select pg_advisory_lock(wh_arm_key('{me}'))")).await;
     assert_eq!(listener.rung().await, []);

@@ -13,6 +13,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio_postgres::Client;
 use tokio_postgres::types::Type;
 use uuid::Uuid;
+use workpump::engine::options::OnEvicted;
 use workpump::{
     Context, Error, Failure, Handler, NewInbox, NewOutbox, Options, OutboxMessage, Outcome, Producer,
     Publisher, WorkPump,
@@ -175,8 +176,11 @@ async fn an_evicted_pump_stops_and_says_so() {
     let database = common::database().await;
     let client = database.connect().await;
     let (handler, mut told) = fated();
+    // Else it is back under another id before anybody has looked.
+    let mut options = quick();
+    options.liveness.on_evicted = OnEvicted::Stop;
     let pump =
-        WorkPump::builder(database.url()).options(quick()).handler("step", handler).start().await.unwrap();
+        WorkPump::builder(database.url()).options(options).handler("step", handler).start().await.unwrap();
     assert!(pump.is_ready());
     client
         .execute_typed("select evict_instance($1, null, 'test')", &[(&pump.instance_id(), Type::UUID)])

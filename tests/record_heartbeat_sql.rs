@@ -101,7 +101,8 @@ async fn a_declared_interval_counts_twice_and_five_seconds_more() {
 #[tokio::test]
 async fn a_held_lock_keeps_a_peer_for_five_minutes_and_no_longer() {
     let db = common::database().await;
-    let (client, holder) = (db.connect().await, db.connect().await);
+    // Both hold alive-locks, which are of sessions.
+    let (client, holder) = (db.connect_direct().await, db.connect_direct().await);
     for (id, age) in [(2, 90), (3, 301)] {
         member(&client, instance(id), age).await;
         assert!(
@@ -140,7 +141,9 @@ async fn a_held_lock_keeps_a_peer_for_five_minutes_and_no_longer() {
 #[tokio::test]
 async fn alive_means_lock_or_heartbeat_in_this_database() {
     let (db, elsewhere) = (common::database().await, common::database().await);
-    let (client, holder, stranger) = (db.connect().await, db.connect().await, elsewhere.connect().await);
+    // Locks are of sessions; whoever asks about them may come through a pooler.
+    let (client, holder, stranger) =
+        (db.connect().await, db.connect_direct().await, elsewhere.connect_direct().await);
     for (id, age) in [(2, 100), (3, 1), (4, 1), (5, 100), (6, 100), (7, 100)] {
         member(&client, instance(id), age).await;
     }
@@ -177,7 +180,7 @@ async fn alive_means_lock_or_heartbeat_in_this_database() {
 #[tokio::test]
 async fn the_alive_lock_has_one_holder_and_goes_with_its_session() {
     let db = common::database().await;
-    let (one, two) = (db.connect().await, db.connect().await);
+    let (one, two) = (db.connect_direct().await, db.connect_direct().await);
     let claim = format!("select claim_instance_alive_lock('{}')", instance(1));
     let release = format!("select release_instance_alive_lock('{}')", instance(1));
     assert!(value::<bool>(&one, &claim).await);
@@ -219,7 +222,8 @@ async fn a_tombstoned_beat_is_refused_and_writes_nothing() {
 #[tokio::test]
 async fn a_beat_that_meets_an_eviction_in_flight_never_resurrects() {
     let db = common::database().await;
-    let (beating, evicting, watcher) = (db.connect().await, db.connect().await, db.connect().await);
+    // The backend of the beat is looked at.
+    let (beating, evicting, watcher) = (db.connect_direct().await, db.connect().await, db.connect().await);
     let beating_pid = sql::pid(&beating).await;
     for round in 0..150 {
         let me = instance(round);
@@ -265,7 +269,7 @@ async fn the_legacy_beat_refreshes_only_what_is_older_than_ten_seconds() {
 async fn the_orphan_bell_rings_each_living_instance_once_and_no_dead_one() {
     let db = common::database().await;
     let client = db.connect().await;
-    let mut listener = Listener::for_instances(db.url(), &[1, 2, 3, 4].map(instance)).await;
+    let mut listener = Listener::for_instances(db.direct_url(), &[1, 2, 3, 4].map(instance)).await;
     beat(&client, instance(1)).await;
     beat(&client, instance(2)).await;
     assert_eq!(listener.rung().await, []);
@@ -280,7 +284,8 @@ async fn the_orphan_bell_rings_each_living_instance_once_and_no_dead_one() {
 #[tokio::test]
 async fn two_beats_that_sweep_each_other_never_deadlock() {
     let db = common::database().await;
-    let (one, two) = (db.connect().await, db.connect().await);
+    // Each has a setting of its own and tells its own statistics.
+    let (one, two) = (db.connect_direct().await, db.connect_direct().await);
     // Without its own limit of 100 ms the sweep would show every wait, and a deadlock is seen after 10 ms.
     run(&one, "alter function wh_sweep(uuid) set lock_timeout = 0").await;
     for client in [&one, &two] {

@@ -14,7 +14,7 @@ use workpump::{NewOutbox, Producer};
 /// Calls a store function; (id, new) per item.
 async fn store(client: &Client, function: &str, items: &str) -> Vec<(Uuid, bool)> {
     let sql = format!("select * from {function}('{items}')");
-    let rows = client.query(&sql, &[]).await.unwrap_or_else(|e| panic!("{sql}: {e:?}"));
+    let rows = client.query_typed(&sql, &[]).await.unwrap_or_else(|e| panic!("{sql}: {e:?}"));
     rows.iter().map(|row| (row.get(0), row.get(1))).collect()
 }
 

@@ -47,7 +47,7 @@ async fn an_evicted_instance_is_refused_also_when_there_is_nothing_to_claim() {
 #[tokio::test]
 async fn an_eviction_that_comes_during_the_claim_waits_for_it_and_finds_its_rows() {
     let (lab, db) = Lab::new().await;
-    let (me, other) = (db.member().await, lab.session().await);
+    let (me, other) = (db.member().await, lab.direct_session().await);
     let id = db.store(&OUTBOX, Uuid::now_v7()).await;
     db.batch_execute("begin").await.unwrap();
     assert_eq!(db.claim(&Claim::of(me)).await.len(), 1);

@@ -1,7 +1,7 @@
 //! A real PgBouncer in transaction mode in front of a test server.
 
 use std::path::Path;
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 
 use tokio::net::UnixStream;
 use workpump::embedded::{EmbeddedPostgres, PrivateDir};
@@ -37,8 +37,9 @@ impl Bouncer {
             "[databases]\n* = host={} port=5432 user=postgres\n\
              [pgbouncer]\nlisten_addr =\nlisten_port = {PORT}\nunix_socket_dir = {own}\nauth_type = any\n\
              pool_mode = transaction\ndefault_pool_size = {pool_size}\nmax_client_conn = 500\n\
-             logfile = {own}/pgbouncer.log\nadmin_users = postgres\n{settings}\n",
-            server.socket_dir().display()
+             logfile = {own}/pgbouncer.log\nadmin_users = postgres\n{}{settings}\n",
+            server.socket_dir().display(),
+            no_prepared_statements(program)
         );
         let config = dir.write("pgbouncer.ini", &config).expect("PgBouncer's configuration");
         let mut command = dir.command(program);
@@ -55,6 +56,11 @@ impl Bouncer {
         format!("postgresql://postgres@{host}:{PORT}/{dbname}")
     }
 
+    /// Everything it has logged.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.dir.path().join("pgbouncer.log")).unwrap_or_default()
+    }
+
     /// The pooler's process.
     pub fn pid(&self) -> u32 {
         self.child.id()
@@ -65,13 +71,23 @@ impl Bouncer {
         let socket = self.dir.path().join(format!(".s.PGSQL.{PORT}"));
         eventually(&format!("an answer of PgBouncer on {}", socket.display()), async || {
             if let Some(status) = self.child.try_wait().expect("PgBouncer's state") {
-                let log = std::fs::read_to_string(self.dir.path().join("pgbouncer.log")).unwrap_or_default();
-                panic!("PgBouncer ended while starting ({status}): {log}");
+                panic!("PgBouncer ended while starting ({status}): {}", self.log());
             }
             UnixStream::connect(&socket).await.is_ok()
         })
         .await;
     }
+}
+
+/// Since 1.21 a pooler can carry named statements from session to session; then it would hide those that should not be there. Before,
+/// it has no such setting, and refuses to start with it.
+fn no_prepared_statements(program: &Path) -> &'static str {
+    let version = Command::new(program).arg("--version").output().expect("PgBouncer's version");
+    let version = String::from_utf8_lossy(&version.stdout);
+    let number = version.lines().next().and_then(|line| line.strip_prefix("PgBouncer ")).unwrap_or_default();
+    let mut parts = number.split('.').map_while(|part| part.parse::<u32>().ok());
+    let known = (parts.next(), parts.next()) >= (Some(1), Some(21));
+    if known { "max_prepared_statements = 0\n" } else { "" }
 }
 
 impl Drop for Bouncer {

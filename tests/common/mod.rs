@@ -15,6 +15,9 @@
 //! ```
 //!
 //! A test that stops or kills the server takes one of its own: [`PrivateServer`]. Settings: `common::server_with(&[…])`.
+//!
+//! Suites run on two routes: as their own binary straight to the server, and as modules of `tests/pooled.rs` through a PgBouncer in
+//! transaction mode. The binary decides, no test does. What needs a session of its own takes [`Database::connect_direct`] and says why.
 #![allow(
     dead_code,
     unused_imports,
@@ -25,10 +28,14 @@
 pub mod bouncer;
 pub mod proxy;
 pub mod server;
+pub mod typed;
 pub mod wait;
 
-pub use bouncer::Bouncer;
-pub use server::{Database, PrivateServer, connect, database, empty_database, server_with, shared};
+// By way of the root: a suite that is loaded as a module of another binary shares that binary's server, pooler and types.
+pub use crate::common::bouncer::Bouncer;
+pub use crate::common::server::{
+    Database, PrivateServer, connect, database, empty_database, server_with, shared,
+};
 
 /// How long the long tests run: 1 in CI, 10 for the figures that are published (`WORKPUMP_TEST_SCALE`).
 pub fn scale() -> u32 {

@@ -6,6 +6,8 @@ use std::sync::{LazyLock, OnceLock, mpsc};
 use tokio_postgres::{Client, NoTls};
 use workpump::embedded::EmbeddedPostgres;
 
+use super::bouncer::Bouncer;
+
 /// The database every test's own is copied from.
 const TEMPLATE: &str = "workpump_template";
 
@@ -22,24 +24,44 @@ pub async fn connect(url: &str) -> Client {
     client
 }
 
+/// The binary whose databases are reached through a pooler; every other one goes straight to the server.
+const POOLED: &str = "pooled";
+
+/// Server connections of that pooler for each database: fewer than the busiest test has sessions, so that they do change hands.
+const POOL_SIZE: u32 = 10;
+
+/// A failed login is tried again soon, since some tests restart the server; and a wait that would last for ever ends as an error.
+const POOLER_SETTINGS: &str = "server_login_retry = 1\nquery_timeout = 150";
+
 /// A server of one test alone, which that test may stop, kill and restart.
 pub struct PrivateServer {
     /// The server itself.
     pub postgres: EmbeddedPostgres,
+    /// What its databases are reached through in the pooled binary.
+    bouncer: Option<Bouncer>,
 }
 
 /// A server with the given settings, such as `("shared_preload_libraries", "pg_stat_statements")`.
 pub fn server_with(settings: &[(&str, &str)]) -> PrivateServer {
-    let builder = EmbeddedPostgres::builder().setting("max_prepared_transactions", "20");
+    let builder = EmbeddedPostgres::builder()
+        .setting("max_prepared_transactions", "20")
+        .setting("max_connections", "300");
     let builder = settings.iter().fold(builder, |builder, (name, value)| builder.setting(name, value));
-    let server = PrivateServer { postgres: builder.start().expect("a private PostgreSQL") };
-    let (maintenance, template) = (server.postgres.url("postgres"), server.postgres.url(TEMPLATE));
+    let postgres = builder.start().expect("a private PostgreSQL");
     // A thread and a runtime of its own: the caller may be inside a test's runtime, or in none.
-    let prepared = std::thread::spawn(move || runtime().block_on(prepare_template(&maintenance, &template)));
-    if let Err(panic) = prepared.join() {
-        std::panic::resume_unwind(panic);
+    let prepared = std::thread::scope(|scope| scope.spawn(|| runtime().block_on(prepare(&postgres))).join());
+    let bouncer = prepared.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    PrivateServer { postgres, bouncer }
+}
+
+/// Fills the template, and starts the pooler where there shall be one.
+async fn prepare(postgres: &EmbeddedPostgres) -> Option<Bouncer> {
+    prepare_template(&postgres.url("postgres"), &postgres.url(TEMPLATE)).await;
+    if env!("CARGO_CRATE_NAME") != POOLED {
+        return None;
     }
-    server
+    let bouncer = Bouncer::with_settings(postgres, POOL_SIZE, POOLER_SETTINGS).await;
+    Some(bouncer.expect("these tests are about PgBouncer: install it with scripts/system-packages all"))
 }
 
 /// The server that all tests of this binary share. Ended by its guard when the test binary is gone: statics are never dropped.
@@ -75,7 +97,9 @@ impl PrivateServer {
         let maintenance = self.postgres.url("postgres");
         let client = connect(&maintenance).await;
         client.batch_execute(&format!("create database {name} {how}")).await.expect("a new database");
-        Database { url: self.postgres.url(&name), name, maintenance }
+        let direct_url = self.postgres.url(&name);
+        let url = self.bouncer.as_ref().map_or_else(|| direct_url.clone(), |bouncer| bouncer.url(&name));
+        Database { name, url, direct_url, maintenance }
     }
 }
 
@@ -83,13 +107,19 @@ impl PrivateServer {
 pub struct Database {
     name: String,
     url: String,
+    direct_url: String,
     maintenance: String,
 }
 
 impl Database {
-    /// Its address; the user is a superuser.
+    /// Its address by the route of this binary; the user is a superuser.
     pub fn url(&self) -> &str {
         &self.url
+    }
+
+    /// Its address past any pooler.
+    pub fn direct_url(&self) -> &str {
+        &self.direct_url
     }
 
     /// Its name.
@@ -97,14 +127,20 @@ impl Database {
         &self.name
     }
 
-    /// Its address for another user, created with `create role … login`; the server trusts every user.
+    /// Its address for another user, created with `create role … login`; the server trusts every user. Always direct: the tests'
+    /// pooler makes everybody the superuser.
     pub fn url_as(&self, user: &str) -> String {
-        self.url.replacen("//postgres@", &format!("//{user}@"), 1)
+        self.direct_url.replacen("//postgres@", &format!("//{user}@"), 1)
     }
 
-    /// A connection of the superuser.
+    /// A connection of the superuser by the route of this binary.
     pub async fn connect(&self) -> Client {
         connect(&self.url).await
+    }
+
+    /// A connection past any pooler, for what only a session of its own has: LISTEN, session locks, a backend that is looked at.
+    pub async fn connect_direct(&self) -> Client {
+        connect(&self.direct_url).await
     }
 }
 

@@ -9,6 +9,7 @@ use tokio_postgres::types::ToSql;
 use tokio_postgres::{AsyncMessage, Client, Error, NoTls, Row};
 use uuid::Uuid;
 
+use crate::common::typed::{Parameter, typed};
 use crate::common::{self, Database};
 
 /// One of the four work tables.
@@ -90,6 +91,11 @@ impl Lab {
 
     pub async fn session(&self) -> Session {
         session(self.db.url()).await
+    }
+
+    /// Past any pooler, for settings that have to hold for one session alone.
+    pub async fn direct_session(&self) -> Session {
+        session(self.db.direct_url()).await
     }
 }
 
@@ -229,6 +235,25 @@ pub fn verdict(row: &Claimed, verdict: &'static str) -> Item {
         after: None,
         reason: None,
         error: None,
+    }
+}
+
+/// The driver's methods, without the named statements that they leave behind.
+impl Session {
+    pub async fn query(&self, sql: &str, parameters: &[Parameter<'_>]) -> Result<Vec<Row>, Error> {
+        self.client.query_typed(sql, &typed(parameters)).await
+    }
+
+    pub async fn query_one(&self, sql: &str, parameters: &[Parameter<'_>]) -> Result<Row, Error> {
+        self.client.query_typed_one(sql, &typed(parameters)).await
+    }
+
+    pub async fn query_opt(&self, sql: &str, parameters: &[Parameter<'_>]) -> Result<Option<Row>, Error> {
+        self.client.query_typed_opt(sql, &typed(parameters)).await
+    }
+
+    pub async fn execute(&self, sql: &str, parameters: &[Parameter<'_>]) -> Result<u64, Error> {
+        self.client.execute_typed(sql, &typed(parameters)).await
     }
 }
 

@@ -41,7 +41,7 @@ pub(crate) async fn sample(world: Arc<World>) -> usize {
     while !world.is_over() {
         look_at_waits(&world, &db, &waits).await;
         let mut streams: BTreeMap<Stream, Vec<(i64, Option<Uuid>, bool)>> = BTreeMap::new();
-        for row in db.query(&snapshot, &[]).await.expect("a snapshot") {
+        for row in (*db).query(&snapshot, &[]).await.expect("a snapshot") {
             let category: String = row.get(0);
             let kind = crate::work::Kind::named(&category).category;
             let stream = (kind, row.get(1), row.get(2));

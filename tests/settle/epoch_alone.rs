@@ -3,6 +3,7 @@
 //! And the counter-proof: with the epoch taken out as well, it does. So the first half is no accident of what else is checked.
 
 use tokio_postgres::Client;
+use tokio_postgres::types::Type;
 use uuid::Uuid;
 
 use crate::work::{Claim, Claimed, KINDS, Kind, Lab, Session, verdict};
@@ -14,7 +15,7 @@ const RENEW: &str = "^wh_renew_(outbox|inbox|perspective_events|receptor_work)$"
 async fn replace(client: &Client, functions: &str, from: &str, to: &str) {
     let sql = "select pg_get_functiondef(oid) from pg_proc where proname ~ $1 and pronamespace = 'public'::regnamespace";
     let mut changed = 0;
-    for row in client.query(sql, &[&functions]).await.expect("the functions") {
+    for row in client.query_typed(sql, &[(&functions, Type::TEXT)]).await.expect("the functions") {
         let text: String = row.get(0);
         let mutated = text.replace(from, to);
         if mutated != text {

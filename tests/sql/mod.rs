@@ -22,12 +22,12 @@ pub fn stream(n: u128) -> Uuid {
 
 /// One value.
 pub async fn value<T: FromSqlOwned>(client: &Client, sql: &str) -> T {
-    client.query_one(sql, &[]).await.unwrap_or_else(|e| panic!("{sql}: {e:?}")).get(0)
+    client.query_typed_one(sql, &[]).await.unwrap_or_else(|e| panic!("{sql}: {e:?}")).get(0)
 }
 
 /// One column.
 pub async fn column<T: FromSqlOwned>(client: &Client, sql: &str) -> Vec<T> {
-    let rows = client.query(sql, &[]).await.unwrap_or_else(|e| panic!("{sql}: {e:?}"));
+    let rows = client.query_typed(sql, &[]).await.unwrap_or_else(|e| panic!("{sql}: {e:?}"));
     rows.iter().map(|row| row.get(0)).collect()
 }
 
@@ -85,7 +85,7 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens on the work channel of each instance.
+    /// Listens on the work channel of each instance. `url` leads to the server itself: behind a pooler nothing is heard.
     pub async fn for_instances(url: &str, ids: &[Uuid]) -> Self {
         let (client, mut connection) = tokio_postgres::connect(url, NoTls).await.expect("connect");
         let (send, heard) = mpsc::unbounded_channel();

@@ -225,7 +225,9 @@ impl NotifyGateActor {
         self.counters.losses += 1;
         self.end_session();
         self.quiet_session(ctx);
-        if self.health.wrong(&why) {
+        // Where the gate was available its end is told below, with the reason: one loss is one line.
+        let told_below = self.parts.standing.gate() == Gate::Available;
+        if self.health.wrong(&why) && !told_below {
             tracing::warn!(why, "the direct session is opened again");
         }
         self.set_gate(Gate::Unavailable, Some(why), ctx);
