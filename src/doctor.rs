@@ -92,7 +92,7 @@ pub async fn doctor(database_url: &str, direct_url: Option<&str>, schema: &str) 
     let database = parse("database", database_url)?;
     let direct = direct_url.map(|url| parse("direct", url)).transpose()?;
     let mut findings = Vec::new();
-    if let Some(sessions) = Sessions::open(&database, direct.as_ref(), &mut findings).await {
+    if let Some(sessions) = Box::pin(Sessions::open(&database, direct.as_ref(), &mut findings)).await {
         sessions.examine(&schema, &mut findings).await;
     }
     Ok(Diagnosis::new(&schema, findings))

@@ -397,7 +397,7 @@ async fn a_ring_carries_a_word_however_large_and_many_the_rows_are() {
     let producer = db.connect().await;
     let me = instance(1);
     let _consumer = sleeper(&db, me).await;
-    let mut listener = Listener::for_instances(db.url(), &[me]).await;
+    let mut listener = Listener::for_instances(db.direct_url(), &[me]).await;
     run(&producer, &format!(
         "begin; insert into wh_outbox (message_type, payload, stream_id) \
              select 't', to_jsonb(repeat(md5(n::text), 32768)), '{}' from generate_series(1, 3) n; \
@@ -418,7 +418,7 @@ async fn a_listener_that_reads_nothing_does_not_fail_those_who_store() {
     let producer = db.connect().await;
     let me = instance(1);
     let _consumer = sleeper(&db, me).await;
-    let mut listener = Listener::for_instances(db.url(), &[me]).await;
+    let mut listener = Listener::for_instances(db.direct_url(), &[me]).await;
     // In a transaction a session is told nothing, and the queue cannot be cut short before what it has not read.
     run(&listener.client, "begin").await;
     for _ in 0..200 {
@@ -433,10 +433,10 @@ async fn a_listener_that_reads_nothing_does_not_fail_those_who_store() {
 #[tokio::test]
 async fn nobody_rings_into_a_queue_that_is_half_full() {
     let db = common::database().await;
-    let client = db.connect().await;
+    let client = db.connect_direct().await;
     let me = instance(1);
     let _consumer = sleeper(&db, me).await;
-    let mut listener = Listener::for_instances(db.url(), &[me]).await;
+    let mut listener = Listener::for_instances(db.direct_url(), &[me]).await;
     // To fill the real one takes 4 GB; this database is told a figure instead.
     let usage = |share: f64| {
         format!(
@@ -455,7 +455,7 @@ async fn nobody_rings_into_a_queue_that_is_half_full() {
     assert_eq!(listener.rung().await, []);
     run(&client, &usage(0.5)).await;
     // A session of its own: what was planned with a built-in function is not planned again when somebody replaces it.
-    run(&db.connect().await, &put(&[None])).await;
+    run(&db.connect_direct().await, &put(&[None])).await;
     assert_eq!(listener.rung().await, rings(&[(1, "outbox")]));
 }
 

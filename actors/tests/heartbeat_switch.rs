@@ -25,8 +25,10 @@ fn options() -> Options {
     options
 }
 
+type Runners = Vec<(Category, Arc<dyn Runner>)>;
+
 /// Handlers that take so long, and how many have begun.
-fn handlers(time: Duration) -> (Vec<(Category, Arc<dyn Runner>)>, Arc<AtomicUsize>) {
+fn handlers(time: Duration) -> (Runners, Arc<AtomicUsize>) {
     let begun = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&begun);
     let run = runner(1, move |_| {
