@@ -40,7 +40,7 @@ impl Handler<Step> for Hopper {
             return self.tell.send(now).map_err(|_| Failure::retry("the benchmark is over"));
         }
         let next = message(step.hops_left - 1);
-        self.producer.inbox(&*self.client, &[next]).await?;
+        let _ = self.producer.inbox(&*self.client, &[next]).await?;
         Ok(())
     }
 }
@@ -107,7 +107,7 @@ async fn run(rounds: usize) {
         let rung = heard.recv().await.expect("heard") - begin;
         sleep(QUIET).await;
         let begin = Instant::now();
-        producer.inbox(&*client, &[message(0)]).await.expect("stored");
+        let _ = producer.inbox(&*client, &[message(0)]).await.expect("stored");
         let stored = begin.elapsed();
         let started = told.recv().await.expect("handled") - begin;
         // The first ones fill caches.
@@ -121,7 +121,7 @@ async fn run(rounds: usize) {
     for _ in 0..rounds.div_ceil(10) {
         sleep(QUIET).await;
         let begin = Instant::now();
-        producer.inbox(&*client, &[message(HOPS - 1)]).await.expect("stored");
+        let _ = producer.inbox(&*client, &[message(HOPS - 1)]).await.expect("stored");
         chain.0.push(told.recv().await.expect("handled") - begin);
     }
     println!("{rounds} rounds");

@@ -137,7 +137,7 @@ fn waits_for_the_lock_grow_up_to_the_tight_base_with_a_claim_after_each() {
         let store = FakeStore::new();
         store.set_producers_at_work(true);
         let mut rig = ClaimRig::start_with_bell(Options::default(), &store);
-        sleep(Duration::from_secs(60)).await;
+        sleep(Duration::from_mins(1)).await;
         let waits: Vec<u128> = store
             .calls()
             .iter()
@@ -342,7 +342,7 @@ fn a_sleeper_without_polls_looks_again_before_a_lease_that_a_peer_took_meanwhile
     in_virtual_time(async {
         let (store, _rig, before) = asleep(signals_only()).await;
         assert_eq!(letters(&store), "ccacn", "the due time is asked for when it is armed");
-        sleep(Duration::from_secs(900)).await;
+        sleep(Duration::from_mins(15)).await;
         assert_eq!(since(&store, before), "cncncncncncn", "twice a lease");
     });
 }

@@ -38,8 +38,27 @@ pub(crate) struct ClaimSession {
 struct Held {
     session: Session,
     armed: Option<(InstanceId, ArmMode)>,
-    /// Its backend, once it was asked; none behind a pooler.
-    backend: Option<Option<i32>>,
+    leads: Leads,
+}
+
+/// Where a session leads to.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Leads {
+    /// It was not asked yet.
+    Somewhere,
+    /// To this backend of the server, and no other.
+    ToBackend(i32),
+    /// Through a pooler.
+    Through,
+}
+
+/// What came of arming.
+enum Answer {
+    Armed(Armed),
+    /// A producer is at work that found the lock free.
+    InVain,
+    /// The session leads through a pooler, and holds nothing.
+    NotDirect,
 }
 
 impl ClaimSession {
@@ -86,7 +105,7 @@ impl ClaimSession {
         let session = opened
             .map_err(|_| StoreError::Unavailable("the pump's connections are shut down".to_owned()))?
             .map_err(|error| open_error(&error, instance))?;
-        Ok(Held { session, armed: None, backend: None })
+        Ok(Held { session, armed: None, leads: Leads::Somewhere })
     }
 
     /// Takes the arm lock, unless the session has it already.
@@ -99,8 +118,9 @@ impl ClaimSession {
         let armed =
             self.hold(instance, "arm lock", async |held| held.arm(&self.texts, instance, wait, mode).await);
         match armed.await? {
-            Some(armed) => Ok(armed),
-            None => Err(open_error(&not_direct(), instance)),
+            Answer::Armed(armed) => Ok(Some(armed)),
+            Answer::InVain => Ok(None),
+            Answer::NotDirect => Err(open_error(&not_direct(), instance)),
         }
     }
 
@@ -127,19 +147,17 @@ impl Held {
         !self.session.client.is_closed() && self.armed.is_none_or(|(whose, _)| whose == instance)
     }
 
-    /// `None`: this session is not direct, and holds nothing.
     async fn arm(
         &mut self,
         texts: &Texts,
         instance: InstanceId,
         wait: Duration,
         mode: ArmMode,
-    ) -> Result<Option<Option<Armed>>, tokio_postgres::Error> {
-        let backend = match self.backend {
-            Some(backend) => backend,
-            None => *self.backend.insert(self.session.backend().await?),
-        };
-        let Some(backend) = backend else { return Ok(None) };
+    ) -> Result<Answer, tokio_postgres::Error> {
+        if self.leads == Leads::Somewhere {
+            self.leads = self.session.backend().await?.map_or(Leads::Through, Leads::ToBackend);
+        }
+        let Leads::ToBackend(backend) = self.leads else { return Ok(Answer::NotDirect) };
         let full = mode == ArmMode::Full;
         let armed = match self.armed {
             Some((_, held)) if held == mode => true,
@@ -153,17 +171,17 @@ impl Held {
                     [(&instance.0 as _, Type::UUID), (&wait as _, Type::INT4), (&full as _, Type::BOOL)];
                 let row = self.session.client.query_typed_one(&texts.arm, &params).await?;
                 if row.try_get::<_, i32>(1)? != backend {
-                    self.backend = Some(None);
-                    return Ok(None);
+                    self.leads = Leads::Through;
+                    return Ok(Answer::NotDirect);
                 }
                 row.try_get(0)?
             }
         };
         if !armed {
-            return Ok(Some(None));
+            return Ok(Answer::InVain);
         }
         self.armed = Some((instance, mode));
-        Ok(Some(Some(Armed::until(self.session.ended()))))
+        Ok(Answer::Armed(Armed::until(self.session.ended())))
     }
 }
 

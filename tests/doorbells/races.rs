@@ -93,7 +93,7 @@ async fn no_wake_is_lost_whatever_overlaps() {
     for _ in 0..PRODUCERS {
         producers.push(std::sync::Arc::new(db.connect().await));
     }
-    let mut seen: HashMap<Uuid, Started> = HashMap::new();
+    let mut begun: HashMap<Uuid, Started> = HashMap::new();
     let mut waits = Vec::new();
     for round in 0..100 * scale() {
         let busy = rng.random_range(1..=PRODUCERS);
@@ -106,16 +106,16 @@ async fn no_wake_is_lost_whatever_overlaps() {
             let (rows, committed) = task.await.expect("a producer");
             for id in rows {
                 let first = async {
-                    while !seen.contains_key(&id) {
+                    while !begun.contains_key(&id) {
                         let started = telling.recv().await.expect("the pumps live");
-                        seen.entry(started.id).or_insert(started);
+                        begun.entry(started.id).or_insert(started);
                     }
                 };
                 assert!(
                     timeout(LATE, first).await.is_ok(),
                     "seed {seed}, round {round}: {id} was not started"
                 );
-                waits.push(seen[&id].at.saturating_duration_since(committed));
+                waits.push(begun[&id].at.saturating_duration_since(committed));
             }
         }
         // Into any phase of falling asleep.
