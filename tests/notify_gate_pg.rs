@@ -2,6 +2,7 @@
 
 mod common;
 
+use common::proxy::Proxy;
 use common::wait::eventually;
 use common::{Bouncer, Database, quick};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -206,6 +207,27 @@ async fn in_the_polling_mode_nobody_listens_and_the_lock_is_held_all_the_same() 
     let account = bench.account("notify_gate").await;
     assert_eq!((account.counter("probes"), account.counter("gate_changes")), (0, 0));
     assert_eq!(gate_in_status(&db).await.0, "unconfigured");
+    bench.pump.drain().await;
+}
+
+#[tokio::test]
+async fn an_idle_session_behind_a_dead_link_is_found_by_the_probe_and_the_gate_comes_back_by_itself() {
+    let (db, client) = database().await;
+    let socket = common::shared().postgres.socket_dir().join(".s.PGSQL.5432");
+    let proxy = Proxy::to(socket).await.expect("a proxy");
+    let direct = format!("postgresql://postgres@{}/{}", proxy.address(), db.name());
+    let mut options = quick();
+    (options.gate.probe_interval_seconds, options.gate.probe_timeout_seconds) = (1, 2);
+    let mut bench = start(db.url(), &direct, options).await.expect("it starts");
+    bench.until_available().await;
+    let before = bench.pump.gate().changes;
+    // Nothing is said on the link any more, and no socket ends.
+    proxy.hold_all();
+    bench.until("a change", |report| report.changes > before).await;
+    let failure = bench.pump.gate().last_failure.expect("there was one");
+    assert!(failure.contains("deaf") || failure.contains("no answer"), "{failure}");
+    bench.until_available().await;
+    bench.moves(&client, 10).await;
     bench.pump.drain().await;
 }
 
