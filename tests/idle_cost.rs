@@ -34,7 +34,7 @@ impl Publisher for Nobody {
 /// How long to wait after the start, how long to count, and what is allowed: at full length what the budget says, else the same rate.
 fn window() -> (Duration, Duration, f64) {
     if scale() >= 10 {
-        return (Duration::from_secs(60), Duration::from_secs(300), CALLS_IN_300_SECONDS);
+        return (Duration::from_mins(1), Duration::from_mins(5), CALLS_IN_300_SECONDS);
     }
     let window = Duration::from_secs(45 * u64::from(scale()));
     (Duration::from_secs(12), window, CALLS_IN_300_SECONDS * window.as_secs_f64() / 300.0 + DUTIES)

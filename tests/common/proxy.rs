@@ -117,8 +117,12 @@ impl Proxy {
 
     /// The same for those that listen; how many there are.
     pub fn listeners(&self, flow: Flow) -> usize {
-        let listeners = self.living().into_iter().filter(|link| link.listens.load(Ordering::Relaxed));
-        listeners.map(|link| link.flow.send_replace(flow)).count()
+        let mut listeners = self.living();
+        listeners.retain(|link| link.listens.load(Ordering::Relaxed));
+        for link in &listeners {
+            link.flow.send_replace(flow);
+        }
+        listeners.len()
     }
 
     /// Listeners that live, and those there ever were.
@@ -226,7 +230,7 @@ async fn carry(mut from: impl AsyncRead + Unpin, mut to: impl AsyncWrite + Unpin
     }
 }
 
-/// The answer of a server that recovers: an ErrorResponse of severity FATAL, then the end.
+/// The answer of a server that recovers: an `ErrorResponse` of severity FATAL, then the end.
 async fn say_starting_up(mut client: TcpStream) -> io::Result<()> {
     let length = client.read_i32().await?;
     let mut startup = vec![0; usize::try_from(length - 4).unwrap_or_default().min(16 * 1024)];

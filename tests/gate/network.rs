@@ -101,9 +101,9 @@ async fn a_pump_whose_every_session_is_swallowed_ends_its_drain_within_its_limit
     door.set(Door::Silent).await;
     door.all(Flow::Hold);
     let start = Instant::now();
-    let report = tokio::time::timeout(Duration::from_secs(120), rig.pump.drain()).await.expect("it ends");
+    let report = tokio::time::timeout(Duration::from_mins(2), rig.pump.drain()).await.expect("it ends");
     println!("drained into a hole in {:.1?}: {report:?}", start.elapsed());
     assert!(!report.deregistered, "nobody could be told");
     // Two seconds for the handlers, five for results, and the limits of the calls that were under way.
-    assert!(start.elapsed() < Duration::from_secs(60), "{:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_mins(1), "{:?}", start.elapsed());
 }

@@ -115,10 +115,10 @@ impl Rig {
             gate.do_send(SubscribeToGate(cx.addr().recipient()));
             Ear(ears.clone())
         });
-        let publisher = Slow { pause, told, running: Arc::default() };
-        let running = Arc::clone(&publisher.running);
+        let slow = Slow { pause, told, running: Arc::default() };
+        let running = Arc::clone(&slow.running);
         let builder = WorkPump::builder(url).direct_url(direct_url).options(options);
-        let pump = builder.publisher(publisher).supervise(ear).start().await.expect("it starts");
+        let pump = builder.publisher(slow).supervise(ear).start().await.expect("it starts");
         Self { pump, running, published, heard, gate: None }
     }
 
@@ -163,10 +163,10 @@ impl Rig {
     }
 
     pub async fn published(&mut self) -> OutboxMessage {
-        match timeout(PATIENCE, self.published.recv()).await {
-            Ok(message) => message.expect("the pump lives"),
-            Err(_) => panic!("nobody was woken: {:?}, {:#?}", self.pump.gate(), self.pump.observe().await),
-        }
+        let Ok(message) = timeout(PATIENCE, self.published.recv()).await else {
+            panic!("nobody was woken: {:?}, {:#?}", self.pump.gate(), self.pump.observe().await)
+        };
+        message.expect("the pump lives")
     }
 
     /// What an actor says of itself.
