@@ -179,7 +179,7 @@ end $wh$;
 --
 -- Every INSERT pays for this, most of them store one row, and 64 busy sessions pay several times over, out of cold caches. So one row
 -- takes three statements at most, each a probe by key, and nothing is called that can be spelled out. This one function fixes no
--- search_path, which would be a fifth of its price: every name says its schema, no operator needs a conversion, and it runs with the
+-- search_path, since every setting is paid for at every row: every name says its schema, no operator needs a conversion, and it runs with the
 -- rights of whoever inserts.
 create function @schema@.wh_work_arrived() returns trigger
 language plpgsql
