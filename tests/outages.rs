@@ -200,7 +200,7 @@ async fn an_instance_that_cannot_beat_fences_itself_before_its_peers_may_take_it
     let mut options = quick();
     options.heartbeat.liveness_source_mode = LivenessSourceMode::HeartbeatTableOnly;
     options.heartbeat.interval_seconds = 1;
-    let (pump, _published) = start(db.url(), options, Duration::from_secs(600)).await;
+    let (pump, _published) = start(db.url(), options, Duration::from_mins(10)).await;
     run(&client, "insert into wh_outbox (message_type, payload) values ('n', '1')").await;
     pump.wake();
     until(&client, "select count(*) = 1 from wh_outbox where instance_id is not null").await;

@@ -1,7 +1,6 @@
 //! The kill-switch of the heartbeat at run time, and what an instance that is not ready says of itself.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use tokio::time::sleep;
@@ -25,27 +24,20 @@ fn options() -> Options {
     options
 }
 
-type Runners = Vec<(Category, Arc<dyn Runner>)>;
-
-/// Handlers that take so long, and how many have begun.
-fn handlers(time: Duration) -> (Runners, Arc<AtomicUsize>) {
-    let begun = Arc::new(AtomicUsize::new(0));
-    let count = Arc::clone(&begun);
-    let run = runner(1, move |_| {
-        count.fetch_add(1, Ordering::SeqCst);
-        async move {
-            sleep(time).await;
-            Ok(())
-        }
+/// Handlers that take so long.
+fn handlers(time: Duration) -> Vec<(Category, Arc<dyn Runner>)> {
+    let run = runner(1, move |_| async move {
+        sleep(time).await;
+        Ok(())
     });
-    (vec![(Category::Inbox, run)], begun)
+    vec![(Category::Inbox, run)]
 }
 
 /// An engine with a direct session on this store.
 async fn start(options: Options, store: &Arc<FakeStore>, time: Duration) -> (Engine, FakeDirect) {
     store.members_only();
     let direct = FakeDirect::new();
-    let mut parts = engine_parts(options, store, handlers(time).0);
+    let mut parts = engine_parts(options, store, handlers(time));
     parts.direct = Some(Arc::new(direct.clone()));
     let engine = Engine::start_on(parts, Host::current()).await.expect("starts");
     quiesce().await;
