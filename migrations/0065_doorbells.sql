@@ -178,27 +178,25 @@ end $wh$;
 -- safety poll finds its rows.
 --
 -- Every INSERT pays for this, most of them store one row, and 64 busy sessions pay several times over, out of cold caches. So one row
--- takes three statements at most, each a probe by key, and nothing is called that can be spelled out. This one function fixes no
--- search_path, since every setting is paid for at every row: every name says its schema, no operator needs a conversion, and it runs with the
--- rights of whoever inserts.
+-- takes three statements at most, each a probe by key, and nothing is called that can be spelled out.
 create function @schema@.wh_work_arrived() returns trigger
-language plpgsql
+language plpgsql set search_path = pg_catalog, @schema@, pg_temp
 -- A plan made for an empty table would read the whole of a full one for each row. Without jit: a scan ruled out by its cost, here or in
 -- a function called from here, would be compiled at every call; wh_takers took half a second.
 set enable_seqscan = off set jit = off
 as $wh$
 declare
-    v_bells constant pg_catalog.bool := pg_catalog.lower(coalesce(pg_catalog.current_setting('workpump.skip_doorbells', true), ''))
+    v_bells constant boolean := lower(coalesce(current_setting('workpump.skip_doorbells', true), ''))
         not in ('on', 'true', 'yes', '1');
-    v_streams pg_catalog.uuid[];
-    v_stream pg_catalog.uuid;
-    v_known pg_catalog.uuid;
-    v_target pg_catalog.uuid;
+    v_streams uuid[];
+    v_stream uuid;
+    v_known uuid;
+    v_target uuid;
 begin
-    select pg_catalog.array_agg(n.stream_id) into v_streams from (select a.stream_id from arrived a limit 2) n;
+    select array_agg(n.stream_id) into v_streams from (select a.stream_id from arrived a limit 2) n;
     if v_streams is null then
         return null;
-    elsif pg_catalog.array_length(v_streams, 1) > 1 then
+    elsif array_length(v_streams, 1) > 1 then
         perform @schema@.wh_many_arrived(tg_argv[0], array(select distinct a.stream_id from arrived a), v_bells);
         return null;
     end if;
@@ -218,7 +216,7 @@ begin
     elsif v_target is null then
         v_target := @schema@.wh_share(v_stream, @schema@.wh_takers());
     end if;
-    if v_target is not null and not pg_catalog.pg_try_advisory_xact_lock_shared(@schema@.wh_arm_key(v_target)) then
+    if v_target is not null and not pg_try_advisory_xact_lock_shared(@schema@.wh_arm_key(v_target)) then
         perform @schema@.wh_notify(v_target, tg_argv[0]);
     end if;
     return null;

@@ -48,7 +48,7 @@ async fn a_server_that_accepts_and_stays_silent_is_an_error_and_no_hang() {
             status.expect_err("no server").to_string(),
         ]
     };
-    let errors = tokio::time::timeout(PATIENCE, all).await.expect("an answer in time");
+    let errors = tokio::time::timeout(PATIENCE, Box::pin(all)).await.expect("an answer in time");
     for error in errors {
         assert!(error.contains("no answer to the login") && !error.contains("sesame"), "{error}");
     }
