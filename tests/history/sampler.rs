@@ -62,7 +62,7 @@ async fn look_at_waits(world: &World, db: &Session, waits: &Statement) {
     let mut suspects: Option<HashSet<String>> = None;
     for looks in 0..4 {
         let mut waiting = HashSet::new();
-        for row in db.query(waits, &[]).await.expect("the waits") {
+        for row in (**db).query(waits, &[]).await.expect("the waits") {
             let key: String = row.get(1);
             if suspects.as_ref().is_some_and(|before| !before.contains(&key)) {
                 continue;
