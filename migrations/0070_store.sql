@@ -148,10 +148,10 @@ end $wh_body$$wh_template$;
     select array_agg(s.message_id) into v_seen from seen s;$wh_dedup$;
 begin
     execute replace(replace(replace(replace(replace(replace(replace(v_template,
-        '@seq@', quote_literal(quote_ident(@schema_text@) || '.wh_outbox_seq_seq')), '@kind@', 'outbox'), '@table@', 'wh_outbox'), '@name@', 'destination'),
+        '@seq@', '''wh_outbox_seq_seq'''), '@kind@', 'outbox'), '@table@', 'wh_outbox'), '@name@', 'destination'),
         '@dedup@', ''), '@where@', ''), '@ns@', quote_ident(@schema_text@));
     execute replace(replace(replace(replace(replace(replace(replace(v_template,
-        '@seq@', quote_literal(quote_ident(@schema_text@) || '.wh_inbox_seq_seq')), '@kind@', 'inbox'), '@table@', 'wh_inbox'), '@name@', 'handler_name'),
+        '@seq@', '''wh_inbox_seq_seq'''), '@kind@', 'inbox'), '@table@', 'wh_inbox'), '@name@', 'handler_name'),
         '@dedup@', v_dedup), '@where@', $wh_where$where cardinality(v_seen) = cardinality(v_ids) or g.id = any (v_seen)
         $wh_where$), '@ns@', quote_ident(@schema_text@));
 end $wh$;
@@ -238,7 +238,7 @@ begin
         ) as t (function, tab, id, name, stream_check, required, natural_key, arbiter, place)
     loop
         execute replace(replace(replace(replace(replace(replace(replace(replace(replace(replace(replace(v_template,
-            '@seq@', quote_literal(quote_ident(@schema_text@) || '.' || v_row.tab || '_seq_seq')), '@order@', v_row.place), '@arbiter@', v_row.arbiter), '@natural_key@', v_row.natural_key), '@required@', v_row.required), '@stream_check@', v_row.stream_check),
+            '@seq@', quote_literal(v_row.tab || '_seq_seq')), '@order@', v_row.place), '@arbiter@', v_row.arbiter), '@natural_key@', v_row.natural_key), '@required@', v_row.required), '@stream_check@', v_row.stream_check),
             '@function@', v_row.function), '@table@', v_row.tab), '@id@', v_row.id), '@name@', v_row.name),
             '@ns@', quote_ident(@schema_text@));
     end loop;
