@@ -20,6 +20,8 @@ use super::statement::liveness as statement;
 
 /// Rows a pass at most, whatever was asked for.
 const MAX_ROWS: u32 = 1_000;
+/// Rows of the first pass, right behind the sweep: as many as the engine asks for in those that follow, so that no claim waits longer.
+const FIRST_PASS: u32 = 250;
 
 /// [`SweepStore`] on PostgreSQL. Needs no session state: it works through a transaction-mode pooler.
 pub(crate) struct PgSweepStore {
@@ -42,7 +44,7 @@ impl PgSweepStore {
         let mut swept = Swept { evicted, released: 0, unfinished };
         if unfinished {
             // What was evicted must be told even if this fails; the caller goes on where it stopped.
-            match self.release_now(me, MAX_ROWS).await {
+            match self.release_now(me, FIRST_PASS).await {
                 Ok((released, unfinished)) => (swept.released, swept.unfinished) = (released, unfinished),
                 Err(error) => debug!(%error, "the first pass of a release failed and will be tried again"),
             }

@@ -11,7 +11,8 @@ async fn a_role_with_the_rights_of_the_readme_is_healthy_and_cannot_migrate() {
     run(
         &db.connect().await,
         "create role clerk login; grant usage on schema public to clerk; \
-         grant select, insert, update, delete on all tables in schema public to clerk",
+         grant select, insert, update, delete on all tables in schema public to clerk; \
+         grant usage on all sequences in schema public to clerk",
     )
     .await;
     let diagnosis = examine(&db.url_as("clerk")).await;
@@ -30,6 +31,7 @@ async fn rights_that_are_missing_come_with_the_grants_that_help() {
         &client,
         "create role intern login; grant usage on schema public to intern; \
          grant select, insert, update, delete on all tables in schema public to intern; \
+         grant usage on sequence wh_inbox_seq_seq, wh_perspective_events_seq_seq, wh_receptor_processing_seq_seq to intern; \
          revoke update, delete on wh_inbox from intern; revoke all on function record_heartbeat from public",
     )
     .await;
@@ -40,6 +42,10 @@ async fn rights_that_are_missing_come_with_the_grants_that_help() {
     assert!(
         tables.seen.contains("UPDATE, DELETE on public.wh_inbox")
             || tables.seen.contains("UPDATE, DELETE on wh_inbox"),
+        "{tables:?}"
+    );
+    assert!(
+        tables.seen.contains("USAGE on SEQUENCE ") && tables.seen.contains("wh_outbox_seq_seq"),
         "{tables:?}"
     );
     for check in ["rights.tables", "rights.functions"] {

@@ -101,13 +101,18 @@ pub(crate) const TABLES: &str = "SELECT c.relname::text, coalesce(s.n_live_tup, 
 pub(crate) const RIGHTS: &str = "SELECT current_user::text, has_schema_privilege(n.oid, 'USAGE'), has_schema_privilege(n.oid, 'CREATE'), \
      has_function_privilege('pg_catalog.pg_notify(text, text)', 'EXECUTE') FROM pg_namespace n WHERE n.nspname = $1";
 
-/// What the role lacks on the relations `$2` of the schema `$1`, of which `$3` are only read: names, ready for GRANT, and privileges.
-pub(crate) const LACKING_TABLES: &str = "SELECT c.oid::regclass::text, l.lacking FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace \
+/// What the role lacks on the relations `$2` of the schema `$1`, of which `$3` are only read, and on the sequences of their arrival order:
+/// names, ready for GRANT, and privileges.
+pub(crate) const LACKING_TABLES: &str = "SELECT CASE WHEN c.relkind = 'S' THEN 'SEQUENCE ' ELSE '' END || c.oid::regclass::text, l.lacking \
+     FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace \
      CROSS JOIN LATERAL (SELECT string_agg(p.privilege, ', ' ORDER BY p.place) AS lacking \
-         FROM unnest(CASE WHEN c.relname = ANY ($3) THEN ARRAY['SELECT'] ELSE ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE'] END) \
-             WITH ORDINALITY AS p (privilege, place) \
-         WHERE NOT has_table_privilege(c.oid, p.privilege)) l \
-     WHERE n.nspname = $1 AND c.relname = ANY ($2) AND c.relkind IN ('r', 'v') AND l.lacking IS NOT NULL ORDER BY 1";
+         FROM unnest(CASE WHEN c.relkind = 'S' THEN ARRAY['USAGE'] WHEN c.relname = ANY ($3) THEN ARRAY['SELECT'] \
+             ELSE ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE'] END) WITH ORDINALITY AS p (privilege, place) \
+         WHERE NOT CASE WHEN c.relkind = 'S' THEN has_sequence_privilege(c.oid, p.privilege) \
+             ELSE has_table_privilege(c.oid, p.privilege) END) l \
+     WHERE n.nspname = $1 AND l.lacking IS NOT NULL \
+       AND (c.relkind IN ('r', 'v') AND c.relname = ANY ($2) \
+         OR c.relkind = 'S' AND c.relname = ANY (ARRAY(SELECT r || '_seq_seq' FROM unnest($2) AS r))) ORDER BY 1";
 
 /// The functions among `$2` in the schema `$1` that the role may not call, ready for GRANT.
 pub(crate) const LACKING_FUNCTIONS: &str = "SELECT p.oid::regprocedure::text FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace \
