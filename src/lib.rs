@@ -4,6 +4,7 @@
 #[cfg(feature = "embedded")]
 pub mod embedded;
 
+mod age;
 mod commit;
 pub mod config;
 mod connect;

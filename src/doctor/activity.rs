@@ -5,7 +5,8 @@
 use tokio_postgres::types::Type;
 
 use super::ask::{NoAnswer, Patient, value};
-use super::finding::{Check, Finding, Group, ago};
+use super::finding::{Check, Finding, Group};
+use crate::age::age;
 use crate::pg::schema_name::SchemaName;
 use crate::pg::statement::doctor as sql;
 use crate::pg::statement::doctor::advice;
@@ -112,7 +113,7 @@ fn held(holder: &Holder) -> Finding {
 }
 
 fn said(holder: &Holder) -> String {
-    let since = holder.seconds.map(|seconds| format!(", for {}", ago(seconds))).unwrap_or_default();
+    let since = holder.seconds.map(|seconds| format!(", for {}", age(seconds))).unwrap_or_default();
     let transactions = holder.transactions.map(|n| format!(", {n} transactions")).unwrap_or_default();
     format!("{} {} ({}{since}{transactions})", holder.kind, holder.name, holder.described)
 }
@@ -142,7 +143,7 @@ pub(super) fn judge_queue(asked: &Result<Queue, NoAnswer>) -> Finding {
     };
     let oldest = queue.oldest.as_ref().map_or_else(
         || "no transaction is open".to_owned(),
-        |(who, seconds)| format!("the oldest open transaction is that of {who}, for {}", ago(*seconds)),
+        |(who, seconds)| format!("the oldest open transaction is that of {who}, for {}", age(*seconds)),
     );
     let seen = format!("the notification queue is {:.1} % full; {oldest}", queue.usage * 100.0);
     let why = "it is emptied up to the slowest listener; one that stays in a transaction holds everything back, and when it is full every \

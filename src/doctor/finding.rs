@@ -153,15 +153,6 @@ pub(crate) fn listed(names: &[String]) -> String {
     if names.len() > SHOWN { format!("{shown} and {} more", names.len() - SHOWN) } else { shown }
 }
 
-/// Seconds in the unit in which people say them.
-pub(crate) fn ago(seconds: f64) -> String {
-    let units = [(86_400.0, "d"), (3_600.0, "h"), (60.0, "min")];
-    match units.into_iter().find(|(unit, _)| seconds >= 2.0 * unit) {
-        Some((unit, name)) => format!("{:.0} {name}", seconds / unit),
-        None => format!("{:.1} s", seconds.max(0.0)),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -3,7 +3,8 @@
 use uuid::Uuid;
 
 use super::ask::{NoAnswer, Patient, value};
-use super::finding::{Check, Finding, Group, ago, listed};
+use super::finding::{Check, Finding, Group, listed};
+use crate::age::age;
 use crate::pg::migrate::LIBRARY_VERSION;
 use crate::pg::schema_name::SchemaName;
 use crate::pg::statement::doctor as sql;
@@ -105,7 +106,7 @@ pub(super) fn judge_members(schema: &SchemaName, asked: &Result<Vec<Member>, NoA
     let alive = members.iter().filter(|member| member.alive).count();
     let mut findings = vec![MEMBERS.ok(format!("{alive} of {} members are alive", members.len()))];
     findings.extend(members.iter().filter(|member| !member.alive).map(|member| {
-        let seen = format!("{} has not beaten for {}", member.named(), ago(member.beat_age));
+        let seen = format!("{} has not beaten for {}", member.named(), age(member.beat_age));
         STALE
             .warning(seen, "it counts as dead, and its rows wait until a living instance evicts it")
             .about(member.id.to_string())
@@ -147,9 +148,9 @@ pub(super) fn judge_release(asked: &Result<(i64, f64), NoAnswer>) -> Finding {
     match asked {
         Err(reason) => RELEASE.not_made(reason),
         Ok((0, _)) => RELEASE.ok("everything of evicted instances was handed back"),
-        Ok((count, age)) => {
-            let seen = format!("{count} evicted instances still hold rows, the oldest for {}", ago(*age));
-            if *age < UNRELEASED_SECONDS {
+        Ok((count, oldest)) => {
+            let seen = format!("{count} evicted instances still hold rows, the oldest for {}", age(*oldest));
+            if *oldest < UNRELEASED_SECONDS {
                 return RELEASE.ok(seen);
             }
             RELEASE

@@ -79,7 +79,7 @@ async fn one_session_claims_and_holds_the_lock_once_however_often_it_is_asked_fo
         arm(&store, me, mode).await;
         store.disarm(me).await.expect("given back");
         assert_eq!(holders(&db, me).await, []);
-        let left = "select count(*) from pg_locks where locktype = 'advisory' and granted";
+        let left = "select count(*) from pg_locks where locktype = 'advisory' and granted and database = (select oid from pg_database where datname = current_database())";
         assert_eq!(db.connect().await.query_one(left, &[]).await.expect("locks").get::<_, i64>(0), 0);
     }
 }
@@ -112,7 +112,7 @@ async fn a_caller_that_leaves_while_it_waits_for_the_lock_leaves_no_lock_behind(
         async move { store.arm(me, Duration::from_secs(5), ArmMode::Idle).await.map(drop) }
     });
     let watcher = db.connect().await;
-    let queued = "select exists (select 1 from pg_locks where locktype = 'advisory' and not granted)";
+    let queued = "select exists (select 1 from pg_locks where locktype = 'advisory' and not granted and database = (select oid from pg_database where datname = current_database()))";
     eventually("it waits", async || watcher.query_one(queued, &[]).await.expect("locks").get(0)).await;
     waiting.abort();
     producer.batch_execute("commit").await.expect("it ends");
