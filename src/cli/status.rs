@@ -47,8 +47,19 @@ fn tables(status: &workpump::Status) -> String {
         text.push_str("no instances");
         return text;
     }
-    let head =
-        ["instance", "service", "host", "pid", "alive", "last beat", "lock", "accepts", "gate", "leases"];
+    let head = [
+        "instance",
+        "service",
+        "host",
+        "pid",
+        "alive",
+        "last beat",
+        "lock",
+        "accepts",
+        "gate",
+        "leases",
+        "runs",
+    ];
     let mut rows = vec![head.map(str::to_owned)];
     for one in &status.instances {
         let yes = |yes: bool| if yes { "yes" } else { "no" }.to_owned();
@@ -63,6 +74,7 @@ fn tables(status: &workpump::Status) -> String {
             yes(one.accepts_work),
             one.gate.clone(),
             one.leases.to_string(),
+            runs(one.categories.as_deref()),
         ]);
     }
     align(&mut text, &rows);
@@ -94,6 +106,15 @@ fn align<const N: usize>(text: &mut String, rows: &[[String; N]]) {
     }
 }
 
+/// What a member runs, in one word.
+fn runs(categories: Option<&[String]>) -> String {
+    match categories {
+        None => "all".to_owned(),
+        Some([]) => "nothing".to_owned(),
+        Some(some) => some.join(","),
+    }
+}
+
 /// Seconds in the unit in which people say them.
 fn age(seconds: f64) -> String {
     let units = [(86_400.0, "d"), (3_600.0, "h"), (60.0, "min")];
@@ -111,6 +132,12 @@ mod tests {
     fn ages_are_said_in_the_unit_that_fits() {
         let said = [-0.2, 0.25, 119.0, 120.0, 7_199.0, 7_200.0, 172_800.0].map(age);
         assert_eq!(said, ["0.0 s", "0.2 s", "119.0 s", "2 min", "120 min", "2 h", "2 d"]);
+    }
+
+    #[test]
+    fn who_did_not_say_what_it_runs_is_taken_to_run_all() {
+        let some = ["inbox", "receptor"].map(str::to_owned);
+        assert_eq!([runs(None), runs(Some(&[])), runs(Some(&some))], ["all", "nothing", "inbox,receptor"]);
     }
 
     #[test]
