@@ -216,9 +216,9 @@ async fn a_ring_is_passed_on_for_each_category_to_a_peer_that_runs_it_and_has_ro
     assert_eq!(listener.rung().await, rings(&[(3, "outbox")]));
     // What it does not run itself cannot have rung it.
     declare(&client, me, "'{inbox}'").await;
-    assert_eq!(pass().await, []);
+    assert_eq!(pass().await, Vec::<Uuid>::new());
     declare(&client, me, "'{}'").await;
-    assert_eq!(pass().await, []);
+    assert_eq!(pass().await, Vec::<Uuid>::new());
     assert_eq!(listener.rung().await, []);
     declare(&client, me, "null").await;
     assert_eq!(pass().await, [ids[1], ids[2]]);
