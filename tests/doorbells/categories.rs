@@ -10,9 +10,9 @@ use tokio_postgres::Client;
 use uuid::Uuid;
 use workpump::{Category, WorkPump};
 
-use crate::common::{self, scale};
+use crate::common::{self, scale, wait::eventually};
 use crate::rig::{
-    Run, Started, asleep, assign, next, one_at_a_time, pump_of, quantile, signals_only, started,
+    Run, Started, asleep, assign, claimer, next, one_at_a_time, pump_of, quantile, signals_only, started,
 };
 use crate::sql::{column, run, stream, until};
 
@@ -159,10 +159,24 @@ async fn a_row_that_comes_due_is_not_hidden_by_one_of_another_category_that_nobo
     let (tell, mut telling) = unbounded_channel();
     let handler = pump_of(&[Category::Inbox], db.url(), signals_only(), &Run::telling(tell)).await;
     asleep(&handler).await;
+    let later = async |after: &str, category: &str| {
+        let sql = format!(
+            "insert into wh_{category} (message_type, payload, scheduled_for) \
+             values ('t', '1', clock_timestamp() + interval '{after}')"
+        );
+        run(&client, &sql).await;
+    };
     let mut late = Vec::new();
     for _ in 0..5 {
-        run(&client, "insert into wh_outbox (message_type, payload, scheduled_for) values ('t', '1', clock_timestamp() - interval '1 s')").await;
-        run(&client, "insert into wh_inbox (message_type, payload, scheduled_for) values ('t', '1', clock_timestamp() + interval '3 s')").await;
+        later("-1 s", "outbox").await;
+        // Whoever is told in vain that something is due asks less and less often.
+        for _ in 0..10 {
+            let before = claimer(&handler).await.counter("claims");
+            later("1 h", "inbox").await;
+            eventually("it has looked", async || claimer(&handler).await.counter("claims") > before).await;
+            asleep(&handler).await;
+        }
+        later("3 s", "inbox").await;
         let due = Instant::now() + Duration::from_secs(3);
         late.push(next(&mut telling).await.at.saturating_duration_since(due));
         println!("late by {late:.0?}");
