@@ -143,7 +143,7 @@ create table @schema@.wh_message_deduplication (
 );
 create index wh_message_deduplication_age on @schema@.wh_message_deduplication (first_seen_at);
 
--- Members. Only HeartbeatActor writes its own row; only eviction deletes those of others.
+-- Members. Only HeartbeatActor writes its own row; only eviction deletes those of others. `categories`: what it runs, null for all.
 create table @schema@.wh_service_instances (
     instance_id                uuid primary key,
     service_name               text not null,
@@ -154,6 +154,7 @@ create table @schema@.wh_service_instances (
     heartbeat_interval_seconds int check (heartbeat_interval_seconds > 0),
     lock_declared              boolean not null default false,
     accepts_work               boolean not null default true,
+    categories                 text[] check (categories <@ array['outbox', 'inbox', 'perspective_event', 'receptor']),
     metadata                   jsonb
 );
 create index wh_service_instances_age on @schema@.wh_service_instances (last_heartbeat_at);

@@ -203,8 +203,12 @@ begin
 end $wh$;
 
 -- When the next row becomes claimable by time alone: a schedule comes due, or a lease (anyone's) runs out. Null: nothing waits for a time.
+-- Only of what the instance declared to run: a row that is due and that it cannot claim would stay due, and hide its own that follow.
 create function @schema@.next_claimable_at(p_instance_id uuid) returns timestamptz
 language sql stable set search_path = pg_catalog, @schema@, pg_temp as $wh$
-    select least(@schema@.wh_next_due_outbox(), @schema@.wh_next_due_inbox(),
-                 @schema@.wh_next_due_perspective_events(), @schema@.wh_next_due_receptor_work())
+    select least(case when 'outbox' = any (m.runs) is not false then @schema@.wh_next_due_outbox() end,
+                 case when 'inbox' = any (m.runs) is not false then @schema@.wh_next_due_inbox() end,
+                 case when 'perspective_event' = any (m.runs) is not false then @schema@.wh_next_due_perspective_events() end,
+                 case when 'receptor' = any (m.runs) is not false then @schema@.wh_next_due_receptor_work() end)
+    from (select (select i.categories from @schema@.wh_service_instances i where i.instance_id = p_instance_id)) m (runs)
 $wh$;

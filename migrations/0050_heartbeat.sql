@@ -19,7 +19,7 @@ return pg_catalog.hashtextextended('workpump member ' || @schema_text@ || ' ' ||
 -- wh_join: the insert half of a beat. False for a tombstoned id. The tombstone is looked for in a snapshot taken after the update that
 -- found no member, and under the member key: an upsert would wait for the evictor's delete and then insert on its old verdict.
 create function @schema@.wh_join(p_instance_id uuid, p_service_name text, p_host_name text, p_process_id int, p_metadata jsonb,
-    p_interval_seconds int, p_lock_declared boolean, p_accepts_work boolean) returns boolean
+    p_interval_seconds int, p_lock_declared boolean, p_accepts_work boolean, p_categories text[]) returns boolean
 language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
 begin
     perform pg_advisory_xact_lock(@schema@.wh_member_key(p_instance_id));
@@ -27,8 +27,9 @@ begin
         return false;
     end if;
     insert into @schema@.wh_service_instances (instance_id, service_name, host_name, process_id, metadata,
-        heartbeat_interval_seconds, lock_declared, accepts_work)
-    values (p_instance_id, p_service_name, p_host_name, p_process_id, p_metadata, p_interval_seconds, p_lock_declared, p_accepts_work)
+        heartbeat_interval_seconds, lock_declared, accepts_work, categories)
+    values (p_instance_id, p_service_name, p_host_name, p_process_id, p_metadata, p_interval_seconds, p_lock_declared, p_accepts_work,
+        p_categories)
     on conflict do nothing;
     return true;
 end $wh$;
@@ -290,10 +291,11 @@ end $wh$;
 
 -- record_heartbeat: one beat. False: evicted, nothing written. Update first, then the tombstone, then insert (see wh_join). Then the
 -- opportunistic sweep, in a subtransaction: whatever happens to it, the beat stands. The update touches no key column, so it neither
--- waits for a claim (FOR KEY SHARE on the member) nor holds one up.
+-- waits for a claim (FOR KEY SHARE on the member) nor holds one up. p_categories: what it runs, and so what it may be rung for; null is
+-- all, for who does not know.
 create function @schema@.record_heartbeat(p_instance_id uuid, p_service_name text, p_host_name text, p_process_id int,
     p_metadata jsonb default null, p_interval_seconds int default null, p_lock_declared boolean default false,
-    p_accepts_work boolean default true) returns boolean
+    p_accepts_work boolean default true, p_categories text[] default null) returns boolean
 language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
 begin
     if p_instance_id is null then
@@ -303,13 +305,17 @@ begin
         raise exception using errcode = '22023', message = format('p_interval_seconds is %s, must be positive', p_interval_seconds),
             hint = 'pass the seconds until the next beat, or null to be judged by the caller''s cut-off alone';
     end if;
+    if not p_categories <@ array['outbox', 'inbox', 'perspective_event', 'receptor'] then
+        raise exception using errcode = 'WH002', message = format('p_categories is %s, with an unknown category', p_categories),
+            hint = 'pass some of outbox, inbox, perspective_event and receptor, or null for all of them';
+    end if;
     update @schema@.wh_service_instances m
     set last_heartbeat_at = clock_timestamp(), heartbeat_interval_seconds = p_interval_seconds,
         lock_declared = coalesce(p_lock_declared, false), accepts_work = coalesce(p_accepts_work, true),
-        metadata = coalesce(p_metadata, m.metadata)
+        categories = p_categories, metadata = coalesce(p_metadata, m.metadata)
     where m.instance_id = p_instance_id;
     if not found and not @schema@.wh_join(p_instance_id, p_service_name, p_host_name, p_process_id, p_metadata, p_interval_seconds,
-        coalesce(p_lock_declared, false), coalesce(p_accepts_work, true))
+        coalesce(p_lock_declared, false), coalesce(p_accepts_work, true), p_categories)
     then
         return false;
     end if;
@@ -341,7 +347,7 @@ begin
     if found or exists (select 1 from @schema@.wh_service_instances m where m.instance_id = p_instance_id) then
         return true;
     end if;
-    return @schema@.wh_join(p_instance_id, p_service_name, p_host_name, p_process_id, p_metadata, null, false, true);
+    return @schema@.wh_join(p_instance_id, p_service_name, p_host_name, p_process_id, p_metadata, null, false, true, null);
 end $wh$;
 
 -- evict_instance: T1 by hand, for a member or for an id that is not (yet) one, and the first pass of the release; the sweeps do the

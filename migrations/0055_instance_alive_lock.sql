@@ -62,7 +62,7 @@ end $wh$;
 create view @schema@.wh_live_instances as
 select m.instance_id, m.service_name, m.host_name, m.process_id, m.started_at, m.last_heartbeat_at,
     pg_catalog.clock_timestamp() - m.last_heartbeat_at as heartbeat_age,
-    m.heartbeat_interval_seconds, m.lock_declared, h.key is not null as lock_held, m.accepts_work,
+    m.heartbeat_interval_seconds, m.lock_declared, h.key is not null as lock_held, m.accepts_work, m.categories,
     h.key is not null or m.last_heartbeat_at >= @schema@.wh_stale_before(pg_catalog.clock_timestamp(),
         pg_catalog.clock_timestamp() - interval '30 seconds', m.heartbeat_interval_seconds) as alive
 from @schema@.wh_service_instances m

@@ -43,20 +43,25 @@ begin
     return not pg_try_advisory_xact_lock_shared(@schema@.wh_arm_key(p_instance_id)) and @schema@.wh_notify(p_instance_id, p_payload);
 end $wh$;
 
--- wh_taker: the members that can be sent work: accepting and alive. The lock table is read only for a member whose heartbeat alone does
--- not prove it alive. A view, since a function call for each store would cost as much as the look itself.
+-- wh_taker: the members that can be sent work: accepting and alive, and of which categories (null: all). The lock table is read only for
+-- a member whose heartbeat alone does not prove it alive. A view, since a function call for each store would cost as much as the look
+-- itself.
+--
+-- Who routes takes only those that run the category: `category = any (categories) is not false`. A ring at somebody who cannot claim the
+-- row is lost, for whoever could sleeps on.
 create view @schema@.wh_taker as
-select m.instance_id
+select m.instance_id, m.categories
 from @schema@.wh_service_instances m
 where m.accepts_work
   and case when m.last_heartbeat_at >= @schema@.wh_stale_before(pg_catalog.clock_timestamp(),
       pg_catalog.clock_timestamp() - interval '30 seconds', m.heartbeat_interval_seconds) then true else @schema@.wh_lock_held(m.instance_id) end;
 
--- wh_takers: the same, in the order that partitions count by; null when there are none.
-create function @schema@.wh_takers() returns uuid[]
+-- wh_takers: those of one category (null: whatever they run), in the order that partitions count by; null when there are none.
+create function @schema@.wh_takers(p_category text) returns uuid[]
 language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
 begin
-    return (select array_agg(t.instance_id order by t.instance_id) from @schema@.wh_taker t);
+    return (select array_agg(t.instance_id order by t.instance_id) from @schema@.wh_taker t
+            where p_category = any (t.categories) is not false);
 end $wh$;
 
 -- wh_share: whose share a stream is while it has no owner among the takers.
@@ -82,31 +87,46 @@ language sql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
     select @schema@.wh_notify(l.instance_id, p_payload) from @schema@.wh_live_instances l where l.alive
 $wh$;
 
--- wh_ring_armed: rings every taker that sleeps: rows came free that belong to nobody in particular.
+-- wh_ring_armed: rings every taker that sleeps: rows came free that belong to nobody in particular. A payload that is a category rings
+-- those that run it, any other one (`orphan`: rows of several) all of them.
 create function @schema@.wh_ring_armed(p_payload text) returns void
 language sql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
-    select @schema@.wh_ring(t.id, p_payload) from unnest(@schema@.wh_takers()) t (id)
+    select @schema@.wh_ring(t.id, p_payload)
+    from unnest(@schema@.wh_takers(case when p_payload in ('outbox', 'inbox', 'perspective_event', 'receptor') then p_payload end)) t (id)
 $wh$;
 
--- wh_pass_ring: for an instance that was rung, or sees more work, and has no permits: rings one sleeping peer, and says whom. Peers that
--- have none either are left out, or two of them would ring each other for ever. Null: nobody sleeps, so everybody will look again anyway.
-create function @schema@.wh_pass_ring(p_me uuid, p_payload text) returns uuid
+-- wh_pass_ring: for an instance that was rung, or sees more work, and has no permits. It cannot know what rang it, so for each category
+-- that it runs one sleeping peer is rung that runs it too; one that runs several of them stands for all of these. Says whom. Peers that
+-- have no permits either are left out, or two of them would ring each other for ever. A category for which nobody is rung: none of its
+-- takers sleeps, so all of them will look again anyway.
+create function @schema@.wh_pass_ring(p_me uuid) returns uuid[]
 language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
 declare
-    v_peer uuid;
+    v_left text[] := coalesce((select m.categories from @schema@.wh_service_instances m where m.instance_id = p_me),
+        array['outbox', 'inbox', 'perspective_event', 'receptor']);
+    v_shared text[];
+    v_rung uuid[] := '{}';
+    v_peer record;
 begin
     for v_peer in
-        select t.id from unnest(@schema@.wh_takers()) t (id) where t.id <> p_me order by t.id < p_me, t.id
+        select t.instance_id as id, t.categories from @schema@.wh_taker t
+        where t.instance_id <> p_me order by t.instance_id < p_me, t.instance_id
     loop
-        if pg_try_advisory_xact_lock_shared(@schema@.wh_full_key(v_peer)) and @schema@.wh_ring(v_peer, p_payload) then
-            return v_peer;
+        exit when v_left = '{}';
+        v_shared := array(select c from unnest(v_left) c where c = any (v_peer.categories) is not false);
+        if v_shared <> '{}' and pg_try_advisory_xact_lock_shared(@schema@.wh_full_key(v_peer.id))
+            and @schema@.wh_ring(v_peer.id, v_shared[1])
+        then
+            v_rung := v_rung || v_peer.id;
+            v_left := array(select c from unnest(v_left) c where c <> all (v_shared));
         end if;
     end loop;
-    return null;
+    return v_rung;
 end $wh$;
 
--- notify_instance_owners: the doorbell by hand: rings, asleep or not, the live owner of each stream; streams without one share one taker
--- each by partition; nobody alive: nothing. Returns how many were rung. Null streams ring nobody.
+-- notify_instance_owners: the doorbell by hand: rings, asleep or not, the live owner of each stream if it runs the category; streams
+-- without such a one share one taker each by partition; nobody alive runs it: nothing. Returns how many were rung. Null streams ring
+-- nobody.
 create function @schema@.notify_instance_owners(p_category text, p_stream_ids uuid[]) returns int
 language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
 declare
@@ -117,7 +137,7 @@ begin
         raise exception using errcode = 'WH002', message = format('unknown category %s', coalesce(quote_literal(p_category), 'null')),
             hint = 'use outbox, inbox, perspective_event or receptor';
     end if;
-    v_takers := @schema@.wh_takers();
+    v_takers := @schema@.wh_takers(p_category);
     if v_takers is null then
         return 0;
     end if;
@@ -151,7 +171,7 @@ create function @schema@.wh_many_arrived(p_category text, p_stream_ids uuid[], p
 language plpgsql set search_path = pg_catalog, @schema@, pg_temp
 set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off as $wh$
 declare
-    v_takers constant uuid[] := case when p_bells then @schema@.wh_takers() end;
+    v_takers constant uuid[] := case when p_bells then @schema@.wh_takers(p_category) end;
     v_targets uuid[];
     v_missing uuid[];
     v_target uuid;
@@ -174,7 +194,7 @@ end $wh$;
 
 -- wh_work_arrived: runs once per INSERT statement on a work table, after it; its argument is the category. It rings the takers of the
 -- rows, if they sleep, those of scheduled rows too: who sleeps has to learn of the new due time. Unordered rows are one queue, and its
--- taker is the oldest member. `workpump.skip_doorbells` = on leaves the ringing out: a prepared transaction cannot carry a NOTIFY, the
+-- taker is the oldest member that runs the category. `workpump.skip_doorbells` = on leaves the ringing out: a prepared transaction cannot carry a NOTIFY, the
 -- safety poll finds its rows.
 --
 -- Every INSERT pays for this, most of them store one row, and 64 busy sessions pay several times over, out of cold caches. So one row
@@ -186,6 +206,7 @@ language plpgsql set search_path = pg_catalog, @schema@, pg_temp
 set enable_seqscan = off set jit = off
 as $wh$
 declare
+    v_category constant text := tg_argv[0];
     v_bells constant boolean := lower(coalesce(current_setting('workpump.skip_doorbells', true), ''))
         not in ('on', 'true', 'yes', '1');
     v_streams uuid[];
@@ -197,13 +218,14 @@ begin
     if v_streams is null then
         return null;
     elsif array_length(v_streams, 1) > 1 then
-        perform @schema@.wh_many_arrived(tg_argv[0], array(select distinct a.stream_id from arrived a), v_bells);
+        perform @schema@.wh_many_arrived(v_category, array(select distinct a.stream_id from arrived a), v_bells);
         return null;
     end if;
     v_stream := v_streams[1];
     if v_stream is not null then
         select a.stream_id, t.instance_id into v_known, v_target
-        from @schema@.wh_active_streams a left join @schema@.wh_taker t on t.instance_id = a.assigned_instance_id
+        from @schema@.wh_active_streams a left join @schema@.wh_taker t
+            on t.instance_id = a.assigned_instance_id and v_category = any (t.categories) is not false
         where a.stream_id = v_stream;
         if v_known is null then
             perform @schema@.wh_note_streams_new(v_streams);
@@ -212,12 +234,13 @@ begin
     if not v_bells then
         return null;
     elsif v_stream is null then
-        select t.instance_id into v_target from @schema@.wh_taker t order by t.instance_id limit 1;
+        select t.instance_id into v_target from @schema@.wh_taker t
+        where v_category = any (t.categories) is not false order by t.instance_id limit 1;
     elsif v_target is null then
-        v_target := @schema@.wh_share(v_stream, @schema@.wh_takers());
+        v_target := @schema@.wh_share(v_stream, @schema@.wh_takers(v_category));
     end if;
     if v_target is not null and not pg_try_advisory_xact_lock_shared(@schema@.wh_arm_key(v_target)) then
-        perform @schema@.wh_notify(v_target, tg_argv[0]);
+        perform @schema@.wh_notify(v_target, v_category);
     end if;
     return null;
 end $wh$;

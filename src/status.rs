@@ -38,6 +38,8 @@ pub struct InstanceStatus {
     pub lock_declared: bool,
     /// Whether work may be routed to it.
     pub accepts_work: bool,
+    /// The categories it runs, and so is rung for; `None`: it did not say, and is taken to run all.
+    pub categories: Option<Vec<String>>,
     /// The state of its notify gate, as its last heartbeat reported it: `available`, `unavailable`, `unconfigured`, or `unknown`.
     pub gate: String,
     /// Why its gate is not available.
@@ -103,6 +105,7 @@ fn instance(row: &tokio_postgres::Row) -> Result<InstanceStatus, tokio_postgres:
         alive: row.try_get(9)?,
         leases: row.try_get(10)?,
         gate_reason: row.try_get(11)?,
+        categories: row.try_get(12)?,
     })
 }
 

@@ -236,7 +236,12 @@ async fn relays_write_every_field_and_share_a_file() {
 
     let (_, text, _) = run(database.url(), &["status", "--json"]).await;
     let status: Value = serde_json::from_str(&text).unwrap();
-    assert_eq!(status["instances"].as_array().unwrap().len(), 2, "{status}");
+    let instances = status["instances"].as_array().unwrap();
+    assert_eq!(instances.len(), 2, "{status}");
+    assert!(instances.iter().all(|one| one["categories"] == json!(["outbox"])), "{status}");
+    let (_, table, _) = run(database.url(), &["status"]).await;
+    let runs = |line: &str| line.ends_with("runs") || line.ends_with("outbox");
+    assert_eq!(table.lines().filter(|line| runs(line)).count(), 3, "{table}");
     for relay in relays {
         let (status, log) = relay.terminate();
         assert!(status.success() && log.contains("drained"), "{status}: {log}");

@@ -7,6 +7,8 @@ mod common;
 mod fleet;
 mod sql;
 
+#[path = "doorbells/categories.rs"]
+mod categories;
 #[path = "doorbells/due.rs"]
 mod due;
 #[path = "doorbells/peers.rs"]

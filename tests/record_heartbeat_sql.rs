@@ -14,16 +14,16 @@ async fn the_first_beat_inserts_and_the_next_only_moves_the_clock() {
     assert!(
         value::<bool>(
             &client,
-            &format!("select record_heartbeat('{me}', 'svc', 'host', 42, '{{\"a\": 1}}', 30, true, false)")
+            &format!("select record_heartbeat('{me}', 'svc', 'host', 42, '{{\"a\": 1}}', 30, true, false, '{{inbox,outbox}}')")
         )
         .await
     );
-    let row = "select concat_ws(' ', service_name, host_name, process_id, metadata, heartbeat_interval_seconds, lock_declared, accepts_work) from wh_service_instances";
-    assert_eq!(value::<String>(&client, row).await, "svc host 42 {\"a\": 1} 30 t f");
+    let row = "select concat_ws(' ', service_name, host_name, process_id, metadata, heartbeat_interval_seconds, lock_declared, accepts_work, categories) from wh_service_instances";
+    assert_eq!(value::<String>(&client, row).await, "svc host 42 {\"a\": 1} 30 t f {inbox,outbox}");
     run(&client, "create table before as select * from wh_service_instances").await;
     assert!(beat(&client, me).await);
     let moved = "select n.started_at = b.started_at and n.last_heartbeat_at > b.last_heartbeat_at and n.metadata = b.metadata \
-                 and n.heartbeat_interval_seconds is null and not n.lock_declared and n.accepts_work from wh_service_instances n, before b";
+                 and n.heartbeat_interval_seconds is null and not n.lock_declared and n.accepts_work and n.categories is null from wh_service_instances n, before b";
     assert!(value::<bool>(&client, moved).await);
 }
 
@@ -51,6 +51,15 @@ async fn wrong_arguments_are_named() {
     let (code, message, _) =
         refused(&client, &format!("select record_heartbeat('{}', 's', 'h', 1, null, -3)", instance(1))).await;
     assert_eq!((code.as_str(), message.contains("p_interval_seconds is -3")), ("22023", true), "{message}");
+    for (bad, said) in [("{letters,inbox}", "{letters,inbox}"), ("{null}", "{NULL}")] {
+        let sql = format!("select record_heartbeat('{}', 's', 'h', 1, p_categories => '{bad}')", instance(1));
+        let (code, message, hint) = refused(&client, &sql).await;
+        assert_eq!(
+            (code.as_str(), message.contains(said), hint.contains("receptor")),
+            ("WH002", true, true),
+            "{message}"
+        );
+    }
     let (code, message, _) = refused(&client, "select cleanup_stale_instances(null)").await;
     assert_eq!((code.as_str(), message.contains("p_stale_cutoff is null")), ("22023", true), "{message}");
 }

@@ -183,6 +183,8 @@ pub struct Beat {
     pub lock_declared: bool,
     /// Whether peers may route work here.
     pub accepts_work: bool,
+    /// The categories somebody here can handle, in order: it is rung for no other.
+    pub categories: Arc<[Category]>,
     /// Whether NOTIFY reaches it, for operators.
     pub gate: Gate,
     /// Why not.

@@ -7,7 +7,12 @@ use workpump_actors::instance::AliveLock;
 use workpump_actors::message::{AliveLockChanged, BeatNow, Drain, Observe};
 use workpump_actors::options::{LivenessSourceMode, Options};
 use workpump_actors::port::{Beat, StoreError};
-use workpump_actors::testing::{Call, FakeStore, HeartbeatRig, Op, Reply, in_virtual_time, quiesce};
+use workpump_actors::registry::Host;
+use workpump_actors::testing::{
+    Call, FakeStore, HeartbeatRig, Op, Reply, engine_parts, in_virtual_time, quiesce, runner,
+};
+use workpump_actors::tree::Engine;
+use workpump_actors::work::Category;
 
 fn seconds(value: u64) -> Duration {
     Duration::from_secs(value)
@@ -277,6 +282,29 @@ fn a_drain_answers_although_the_database_does_not() {
     });
 }
 
+/// Peers ring it for these and for no other.
+#[test]
+fn beats_declare_what_the_engine_runs_in_order() {
+    in_virtual_time(async {
+        let runs = |some: &[Category]| {
+            some.iter().map(|category| (*category, runner(1, |_| async { Ok(()) }))).collect::<Vec<_>>()
+        };
+        let (reversed, nothing) = ([Category::Receptor, Category::Inbox, Category::Outbox], []);
+        for (some, expected, accepts) in [
+            (&reversed[..], &[Category::Outbox, Category::Inbox, Category::Receptor][..], true),
+            (&nothing[..], &[][..], false),
+        ] {
+            let store = FakeStore::new();
+            let parts = engine_parts(Options::default(), &store, runs(some));
+            let engine = Engine::start_on(parts, Host::current()).await.expect("starts");
+            store.called(Op::Beat, 1).await;
+            let beat = beats(&store).remove(0);
+            assert_eq!((&*beat.categories, beat.accepts_work), (expected, accepts));
+            engine.drain().await;
+        }
+    });
+}
+
 #[test]
 fn the_identity_is_passed_through() {
     in_virtual_time(async {
@@ -290,5 +318,6 @@ fn the_identity_is_passed_through() {
             ("test", "here", 1)
         );
         assert!(beat.accepts_work);
+        assert_eq!(*beat.categories, [Category::Outbox, Category::Inbox]);
     });
 }

@@ -48,8 +48,19 @@ fn tables(status: &workpump::Status) -> String {
         text.push_str("no instances");
         return text;
     }
-    let head =
-        ["instance", "service", "host", "pid", "alive", "last beat", "lock", "accepts", "gate", "leases"];
+    let head = [
+        "instance",
+        "service",
+        "host",
+        "pid",
+        "alive",
+        "last beat",
+        "lock",
+        "accepts",
+        "gate",
+        "leases",
+        "runs",
+    ];
     let mut rows = vec![head.map(str::to_owned)];
     for one in &status.instances {
         let yes = |yes: bool| if yes { "yes" } else { "no" }.to_owned();
@@ -64,6 +75,7 @@ fn tables(status: &workpump::Status) -> String {
             yes(one.accepts_work),
             one.gate.clone(),
             one.leases.to_string(),
+            runs(one.categories.as_deref()),
         ]);
     }
     align(&mut text, &rows);
@@ -95,9 +107,24 @@ fn align<const N: usize>(text: &mut String, rows: &[[String; N]]) {
     }
 }
 
+/// What a member runs, in one word.
+fn runs(categories: Option<&[String]>) -> String {
+    match categories {
+        None => "all".to_owned(),
+        Some([]) => "nothing".to_owned(),
+        Some(some) => some.join(","),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn who_did_not_say_what_it_runs_is_taken_to_run_all() {
+        let some = ["inbox", "receptor"].map(str::to_owned);
+        assert_eq!([runs(None), runs(Some(&[])), runs(Some(&some))], ["all", "nothing", "inbox,receptor"]);
+    }
 
     #[test]
     fn columns_are_as_wide_as_their_widest_entry() {

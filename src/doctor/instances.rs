@@ -36,11 +36,22 @@ pub(super) struct Member {
     pub(super) gate: Option<String>,
     pub(super) gate_reason: Option<String>,
     pub(super) version: Option<String>,
+    /// None: it did not say, and is taken to run all.
+    pub(super) categories: Option<Vec<String>>,
 }
 
 impl Member {
     fn named(&self) -> String {
-        format!("{} ({} on {}, process {})", self.id, self.service, self.host, self.process)
+        let runs = match &self.categories {
+            None => String::new(),
+            Some(some) if some.is_empty() => ", runs nothing".to_owned(),
+            Some(some) => format!(", runs {}", some.join(" and ")),
+        };
+        format!("{} ({} on {}, process {}{runs})", self.id, self.service, self.host, self.process)
+    }
+
+    fn runs(&self, category: &str) -> bool {
+        self.categories.as_ref().is_none_or(|some| some.iter().any(|one| one == category))
     }
 }
 
@@ -68,6 +79,7 @@ pub(super) async fn members(patient: &Patient, schema: &SchemaName) -> Result<Ve
             gate: value(row, 6)?,
             version: value(row, 7)?,
             gate_reason: value(row, 8)?,
+            categories: value(row, 9)?,
         })
     };
     patient.rows(&sql::members(schema), &[]).await?.iter().map(member).collect()
@@ -204,22 +216,28 @@ pub(super) fn judge_work(
             ));
         }
     }
-    let idle: Vec<String> =
-        work.iter().filter(|one| one.unfinished).map(|one| one.category.clone()).collect();
-    if !idle.is_empty() && members.as_ref().is_ok_and(|members| !members.iter().any(|member| member.alive)) {
-        findings.push(
-            STUCK
-                .warning(
-                    format!("there is work ({}), and no instance is alive", listed(&idle)),
-                    "nobody will do it",
-                )
-                .next("start an instance: `workpump relay`, or the service that embeds the pump"),
-        );
-    }
+    findings.extend(members.as_ref().ok().and_then(|members| judge_unserved(work, members)));
     if findings.is_empty() {
         findings.push(STUCK.ok("no row is stuck"));
     }
     findings
+}
+
+/// Work that no living member runs.
+fn judge_unserved(work: &[Work], members: &[Member]) -> Option<Finding> {
+    let living = || members.iter().filter(|member| member.alive);
+    let unserved = |one: &&Work| one.unfinished && !living().any(|member| member.runs(&one.category));
+    let idle: Vec<String> = work.iter().filter(unserved).map(|one| one.category.clone()).collect();
+    if idle.is_empty() {
+        return None;
+    }
+    let (nobody, next) = if living().next().is_none() {
+        ("no instance is alive", "start an instance: `workpump relay`, or the service that embeds the pump")
+    } else {
+        ("no living instance runs it", "start an instance with a handler or a publisher for it")
+    };
+    let seen = format!("there is work ({}), and {nobody}", listed(&idle));
+    Some(STUCK.warning(seen, "nobody will do it").next(next))
 }
 
 /// Rows given up.
@@ -265,6 +283,7 @@ mod tests {
             gate: Some("available".to_owned()),
             gate_reason: None,
             version: Some(LIBRARY_VERSION.to_owned()),
+            categories: None,
         }
     }
 
@@ -306,6 +325,30 @@ mod tests {
         assert!(judge(work(true, 0, 0), false)[0].seen.contains("no instance is alive"));
         assert!(judge(work(true, 1_001, 0), true)[0].seen.starts_with("more than 1000 rows"));
         assert!(judge(work(true, 0, 3), true)[0].seen.starts_with("3 rows of outbox are leased to somebody"));
+    }
+
+    #[test]
+    fn work_that_nobody_alive_runs_is_told() {
+        let work = |category: &str| {
+            Ok(vec![Work { category: category.to_owned(), unfinished: true, expired: 0, unowned: 0 }])
+        };
+        let runs = |alive, some: &[&str]| Member {
+            categories: Some(some.iter().map(|one| (*one).to_owned()).collect()),
+            ..member(alive)
+        };
+        let judge = |category, members| judge_work(&schema(), &work(category), &Ok(members)).remove(0);
+        let fleet = || vec![runs(true, &["outbox"]), runs(false, &["inbox"])];
+        assert_eq!(judge("outbox", fleet()).severity, Well);
+        assert_eq!(judge("inbox", fleet()).seen, "there is work (inbox), and no living instance runs it");
+        assert_eq!(
+            judge("inbox", vec![runs(true, &[]), member(true)]).severity,
+            Well,
+            "one runs whatever there is"
+        );
+        assert!(runs(true, &["inbox", "receptor"]).named().ends_with(", runs inbox and receptor)"));
+        assert!(
+            runs(true, &[]).named().ends_with(", runs nothing)") && !member(true).named().contains("runs")
+        );
     }
 
     #[test]

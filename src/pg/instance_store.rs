@@ -50,6 +50,7 @@ impl PgInstanceStore {
             metadata["gate_reason"] = json!(reason);
         }
         let interval = beat.interval.as_secs().max(1) as i32;
+        let categories: Vec<&str> = beat.categories.iter().map(|category| category.as_str()).collect();
         let accepted = self
             .session
             .call(identity.id, "heartbeat", BEAT_DEADLINE, async |client| {
@@ -62,6 +63,7 @@ impl PgInstanceStore {
                     (&interval as _, Type::INT4),
                     (&beat.lock_declared as _, Type::BOOL),
                     (&beat.accepts_work as _, Type::BOOL),
+                    (&categories as _, Type::TEXT_ARRAY),
                 ];
                 client.query_typed_one(&self.beat, &params).await?.try_get::<_, Option<bool>>(0)
             })

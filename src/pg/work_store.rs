@@ -163,7 +163,7 @@ impl PgWorkStore {
         let params: [(&(dyn ToSql + Sync), Type); 1] = [(&instance.0, Type::UUID)];
         let rows =
             self.pool.query(instance, "ring that is passed on", &self.texts.pass_ring, &params).await?;
-        Ok(first::<Option<Uuid>>(&rows, instance)?.flatten().is_some())
+        Ok(first::<bool>(&rows, instance)?.unwrap_or_default())
     }
 }
 

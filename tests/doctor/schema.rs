@@ -119,17 +119,14 @@ async fn a_replaced_function_is_found_by_its_body_and_by_its_properties() {
     for sql in [
         short,
         "alter function claim_instance_alive_lock(uuid) reset all",
-        "alter function wh_takers() security definer",
+        "alter function wh_takers(text) security definer",
     ] {
         let found = after(sql, "schema.function").await;
         assert_eq!(found.len(), 1, "{sql}: {found:?}");
         assert!(found[0].seen.contains("has another definition"), "{found:?}");
     }
-    let found = after("drop function wh_pass_ring(uuid, text)", "schema.function").await;
-    assert_eq!(
-        found[0].seen,
-        "function wh_pass_ring(uuid,text) is missing".replace("uuid,text", "uuid, text")
-    );
+    let found = after("drop function wh_pass_ring(uuid)", "schema.function").await;
+    assert_eq!(found[0].seen, "function wh_pass_ring(uuid) is missing");
     let overload = "create function deregister_instance(text) returns boolean language sql return true";
     assert_eq!(after(overload, "schema.function").await[0].severity, Warning);
 }

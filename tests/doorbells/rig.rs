@@ -78,9 +78,14 @@ pub fn started(tell: &UnboundedSender<Started>, job: &Job) {
 
 /// Starts a pump that runs all categories so.
 pub async fn pump(url: &str, options: Options, run: &Run) -> WorkPump {
+    pump_of(&Category::ALL, url, options, run).await
+}
+
+/// Starts a pump that runs these categories so.
+pub async fn pump_of(categories: &[Category], url: &str, options: Options, run: &Run) -> WorkPump {
     let mut builder = WorkPump::builder(url).options(options);
-    for category in [Category::Outbox, Category::Inbox, Category::PerspectiveEvent, Category::Receptor] {
-        builder = builder.runner(category, run.clone());
+    for category in categories {
+        builder = builder.runner(*category, run.clone());
     }
     builder.start().await.expect("starts")
 }

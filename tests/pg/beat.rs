@@ -5,6 +5,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 use workpump_actors::instance::{Gate, InstanceId, InstanceIdentity};
 use workpump_actors::port::{Beat, BeatAnswer, InstanceStore, StoreError};
+use workpump_actors::work::Category;
 
 use super::{config, instance, schema, value};
 use crate::common::{self, Bouncer};
@@ -15,7 +16,8 @@ fn beat(id: InstanceId) -> Beat {
         InstanceIdentity { id, service_name: "s".to_owned(), host_name: "h".to_owned(), process_id: 1 };
     let (gate, gate_reason) = (Gate::Unavailable, Some("why".to_owned()));
     let interval = Duration::from_secs(30);
-    Beat { identity, interval, lock_declared: false, accepts_work: true, gate, gate_reason }
+    let categories = [Category::Inbox, Category::Receptor].into();
+    Beat { identity, interval, lock_declared: false, accepts_work: true, categories, gate, gate_reason }
 }
 
 #[tokio::test]
@@ -60,6 +62,18 @@ async fn a_beat_says_how_the_gate_stands_and_why() {
     assert_eq!(value::<String>(&control, metadata).await, "unavailable why");
     store.beat(Beat { gate: Gate::Available, gate_reason: None, ..beat(instance(1)) }).await.unwrap();
     assert_eq!(value::<String>(&control, metadata).await, "available -");
+}
+
+#[tokio::test]
+async fn a_beat_says_what_its_instance_runs() {
+    let db = common::database().await;
+    let control = db.connect().await;
+    let store = PgInstanceStore::new(&schema(), config(db.url()), config(db.url()));
+    let declared = "select categories from wh_live_instances";
+    store.beat(beat(instance(1))).await.unwrap();
+    assert_eq!(value::<Vec<String>>(&control, declared).await, ["inbox", "receptor"]);
+    store.beat(Beat { categories: [].into(), ..beat(instance(1)) }).await.unwrap();
+    assert_eq!(value::<Vec<String>>(&control, declared).await, [""; 0], "nothing is not everything");
 }
 
 #[tokio::test]

@@ -87,6 +87,34 @@ async fn the_next_time_is_the_earliest_schedule_or_lease_end_of_all() {
     }
 }
 
+/// A row that is due and that it cannot claim would stay due, and hide its own that come later.
+#[tokio::test]
+async fn the_next_time_is_of_what_the_instance_declared_to_run() {
+    let (_lab, db) = Lab::new().await;
+    let (me, nobody) = (db.member().await, Uuid::now_v7());
+    let mut parked = Vec::new();
+    for (kind, after) in KINDS.iter().zip([500.0, 400.0, 300.0, 200.0]) {
+        let id = db.store(kind, scattered(1)).await;
+        db.park(kind, id, after).await;
+        parked.push(db.state(kind, id).await.unwrap().scheduled);
+    }
+    let declare = "update wh_service_instances set categories = $2 where instance_id = $1";
+    for (n, kind) in KINDS.iter().enumerate() {
+        db.execute(declare, &[&me, &Some(vec![kind.category])]).await.unwrap();
+        assert_eq!(next(&db, me).await, parked[n], "{kind:?}");
+    }
+    db.execute(declare, &[&me, &Some(vec!["outbox", "inbox"])]).await.unwrap();
+    assert_eq!(next(&db, me).await, parked[1]);
+    db.execute(declare, &[&me, &Some(Vec::<&str>::new())]).await.unwrap();
+    assert_eq!(next(&db, me).await, None, "it runs nothing");
+    db.execute(declare, &[&me, &None::<Vec<&str>>]).await.unwrap();
+    assert_eq!(
+        [next(&db, me).await, next(&db, nobody).await],
+        [parked[3]; 2],
+        "who did not say, and who is no member"
+    );
+}
+
 #[tokio::test]
 async fn a_row_is_claimable_at_the_time_that_was_foretold() {
     for kind in KINDS {

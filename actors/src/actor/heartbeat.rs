@@ -23,6 +23,7 @@ use crate::policy::beat::BeatCadence;
 use crate::policy::trust::SentBeat;
 use crate::port::{Beat, BeatAnswer, InstanceStore, StoreError};
 use crate::standing::Standing;
+use crate::work::Category;
 
 use super::{Alarm, Health, backoff, now, within};
 use judge::Judge;
@@ -51,6 +52,8 @@ pub struct HeartbeatParts {
     pub identity: InstanceIdentity,
     /// Whether peers may route work here.
     pub accepts_work: bool,
+    /// The categories somebody here can handle, in order.
+    pub categories: Arc<[Category]>,
     /// What is known about this instance.
     pub standing: Arc<Standing>,
     /// What is in hand: with nothing in it, nothing has to be trusted.
@@ -195,6 +198,7 @@ impl HeartbeatActor {
             interval,
             lock_declared,
             accepts_work: self.parts.accepts_work,
+            categories: Arc::clone(&self.parts.categories),
             gate: gate.gate,
             gate_reason: gate.reason,
         };

@@ -22,7 +22,8 @@ pub trait Doorbell: Send + Sync + 'static {
     /// Gives the arm lock back, before any call made later. Without the lock nothing is asked of the database.
     fn disarm(&self, instance: InstanceId) -> PortFuture<'_, ()>;
 
-    /// Rings one peer that sleeps idle. False: nobody does, so whoever falls asleep from now on looks once more first.
+    /// Rings, for each category that `instance` declared, one peer that runs it too and sleeps idle. False: nobody does, so whoever falls
+    /// asleep from now on looks once more first.
     fn pass_ring(&self, instance: InstanceId) -> PortFuture<'_, bool>;
 }
 

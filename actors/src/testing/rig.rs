@@ -448,6 +448,7 @@ impl HeartbeatRigParts {
             options: self.options.heartbeat.clone(),
             identity: self.identity.clone(),
             accepts_work: true,
+            categories: [Category::Outbox, Category::Inbox].into(),
             standing: Arc::clone(&self.standing),
             in_flight: Arc::clone(&self.in_flight),
             fence: self.fence.clone(),

@@ -101,19 +101,21 @@ impl Specs {
             gate_changed: OnceLock::new(),
             options,
         });
-        let accepts_work = wiring.options.claim.enabled && !parts.runners.is_empty();
-        let lease_renewal = lease_renewal(Arc::clone(&wiring), parts.renewals);
-        let verdicts = (warden.addr().recipient(), warden.addr().recipient());
-        let heartbeat = heartbeat(Arc::clone(&wiring), parts.instances, verdicts, accepts_work);
-        let notify_gate = notify_gate(Arc::clone(&wiring), parts.direct, parts.route, &heartbeat.addr());
-        let settle = settle(Arc::clone(&wiring), Arc::clone(&parts.work));
         let mut categories: Vec<Category> = parts.runners.iter().map(|(category, _)| *category).collect();
         categories.sort_unstable();
         categories.dedup();
+        let categories: Arc<[Category]> = categories.into();
+        let accepts_work = wiring.options.claim.enabled && !categories.is_empty();
+        let lease_renewal = lease_renewal(Arc::clone(&wiring), parts.renewals);
+        let verdicts = (warden.addr().recipient(), warden.addr().recipient());
+        let heartbeat =
+            heartbeat(Arc::clone(&wiring), parts.instances, verdicts, accepts_work, Arc::clone(&categories));
+        let notify_gate = notify_gate(Arc::clone(&wiring), parts.direct, parts.route, &heartbeat.addr());
+        let settle = settle(Arc::clone(&wiring), Arc::clone(&parts.work));
         let neighbours = (settle.addr().recipient(), heartbeat.addr().recipient());
         let dispatch = dispatch(Arc::clone(&wiring), parts.runners, parts.handlers, neighbours);
         let stores = (parts.work, parts.doorbell);
-        let claim = claim(Arc::clone(&wiring), categories.into(), stores, dispatch.addr(), heartbeat.addr());
+        let claim = claim(Arc::clone(&wiring), categories, stores, dispatch.addr(), heartbeat.addr());
         let stale_sweep =
             stale_sweep(Arc::clone(&wiring), parts.sweep, parts.watch, claim.addr().recipient());
         // Set once, before anything starts; the factories read them when they run.
@@ -276,6 +278,7 @@ fn heartbeat(
     store: Arc<dyn InstanceStore>,
     (fence, unfence): (Recipient<Fence>, Recipient<Unfence>),
     accepts_work: bool,
+    categories: Arc<[Category]>,
 ) -> Spec<HeartbeatActor> {
     Spec::new("heartbeat", move |cx| {
         // Without claims nothing depends on the membership, so the start need not wait for it. Nor does a restart: an outage of the
@@ -287,6 +290,7 @@ fn heartbeat(
             options: wiring.options.heartbeat.clone(),
             identity: life.identity.clone(),
             accepts_work,
+            categories: Arc::clone(&categories),
             standing: Arc::clone(&life.standing),
             in_flight: Arc::clone(&life.in_flight),
             fence: fence.clone(),

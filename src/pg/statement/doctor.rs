@@ -171,15 +171,15 @@ pub(crate) const NAMES: &str = "SELECT ARRAY(SELECT c.relname::text FROM pg_clas
          AND c.relkind IN ('r', 'p', 'v', 'm', 'f', 'c')), \
      ARRAY(SELECT DISTINCT p.proname::text FROM pg_proc p WHERE p.pronamespace = n.oid) FROM pg_namespace n WHERE n.nspname = $1";
 
-/// The members: id, service, host, process, seconds since the last beat, alive or not, gate, version of the library, and why
-/// the gate is as it is.
+/// The members: id, service, host, process, seconds since the last beat, alive or not, gate, version of the library, why the gate is as
+/// it is, and what it runs (null: all).
 pub(crate) fn members(schema: &SchemaName) -> String {
     let schema = schema.identifier();
     format!(
         "SELECT i.instance_id, i.service_name, i.host_name, i.process_id, \
                 extract(epoch FROM clock_timestamp() - i.last_heartbeat_at)::float8, \
                 {schema}.is_instance_alive(i.instance_id, 30), i.metadata ->> 'gate', i.metadata ->> 'library_version', \
-                i.metadata ->> 'gate_reason' \
+                i.metadata ->> 'gate_reason', i.categories \
          FROM {schema}.wh_service_instances i ORDER BY i.instance_id LIMIT 1000"
     )
 }

@@ -2,7 +2,7 @@
 
 use crate::pg::schema_name::SchemaName;
 
-/// The members, with the age of their heartbeats and what they lease.
+/// The members, with the age of their heartbeats, what they lease and what they run.
 pub(crate) fn instances(schema: &SchemaName) -> String {
     let schema = schema.identifier();
     format!(
@@ -18,7 +18,7 @@ pub(crate) fn instances(schema: &SchemaName) -> String {
                      AND w.claimable_at IS NOT NULL) \
               + (SELECT count(*) FROM {schema}.wh_receptor_processing w WHERE w.instance_id = i.instance_id AND w.completed_at IS NULL \
                      AND w.claimable_at IS NOT NULL), \
-                i.metadata ->> 'gate_reason' \
+                i.metadata ->> 'gate_reason', i.categories \
          FROM {schema}.wh_service_instances i ORDER BY i.instance_id"
     )
 }

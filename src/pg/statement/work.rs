@@ -53,8 +53,7 @@ pub(crate) fn disarm(schema: &SchemaName) -> String {
     format!("SELECT {}.wh_disarm($1, $2)::text", schema.identifier())
 }
 
-/// Rings a peer of `$1` that sleeps idle; the peer or null.
+/// Rings, for each category that `$1` runs, a peer that runs it too and sleeps idle; whether there was any.
 pub(crate) fn pass_ring(schema: &SchemaName) -> String {
-    // Whoever hears it looks at everything, whatever it says.
-    format!("SELECT {}.wh_pass_ring($1, 'outbox')", schema.identifier())
+    format!("SELECT cardinality({}.wh_pass_ring($1)) > 0", schema.identifier())
 }
