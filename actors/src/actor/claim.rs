@@ -124,6 +124,8 @@ pub struct ClaimActor {
     wake: bool,
     /// Woken by news and not by the alarm: rows are likely.
     rung: bool,
+    /// Woken by what was written here.
+    freed: bool,
     empty_polls: u32,
     contended: u32,
     due_misses: u32,
@@ -169,6 +171,7 @@ impl ClaimActor {
             drain: None,
             wake: true,
             rung: false,
+            freed: false,
             empty_polls: 0,
             contended: 0,
             due_misses: 0,
@@ -206,6 +209,9 @@ impl ClaimActor {
     /// claim, which the database refuses to whoever was evicted, and no row starts before it. With work in hand trust must not have ended.
     fn may_send(&mut self) -> bool {
         let rung = std::mem::take(&mut self.rung);
+        if rung {
+            self.bell.stage = Stage::Rung;
+        }
         if self.parts.standing.is_trusted(now()) {
             return true;
         }
@@ -227,7 +233,8 @@ impl ClaimActor {
             Phase::Gathering => {}
             Phase::Sleeping | Phase::Lingering if !self.wake => {}
             Phase::Parked | Phase::Sleeping | Phase::Lingering => {
-                self.gather(if self.rung { Stage::Rung } else { Stage::Polled }, ctx);
+                let freed = if self.freed { Stage::Freed } else { Stage::Polled };
+                self.gather(if self.rung { Stage::Rung } else { freed }, ctx);
             }
         }
     }
@@ -283,6 +290,8 @@ impl ClaimActor {
     fn claim(&mut self, permits: OwnedSemaphorePermit, ctx: &mut Context<Self>) {
         self.phase = Phase::Claiming;
         self.wake = false;
+        self.freed = false;
+        self.bell.note_look();
         self.counters.claims += 1;
         let claim = &self.parts.options.claim;
         let request = ClaimRequest {
