@@ -15,9 +15,7 @@ use rand::{RngExt, SeedableRng};
 use tokio::sync::oneshot;
 
 use crate::instance::InstanceId;
-use crate::message::{
-    Account, Drain, Drained, Evicted, Fence, Observe, PingNow, Settle, Unfence, WorkFreed,
-};
+use crate::message::{Account, Drain, Drained, Evicted, Fence, Observe, PingNow, Settle, Unfence, WorkFreed};
 use crate::options::SettleOptions;
 use crate::policy::coalesce::{CoalesceLimits, Coalescer, Decision};
 use crate::port::{Settled, StoreError, WorkStore};
