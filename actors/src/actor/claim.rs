@@ -89,6 +89,17 @@ enum Phase {
     Asking,
 }
 
+/// What woke it. The last is worth the most looks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+enum News {
+    #[default]
+    None,
+    /// Something was written here that may have freed work.
+    Freed,
+    /// Rows are likely.
+    Rung,
+}
+
 #[derive(Debug, Default)]
 struct Counters {
     claims: u64,
@@ -122,10 +133,8 @@ pub struct ClaimActor {
     was_down: bool,
     drain: Option<tokio::sync::oneshot::Sender<()>>,
     wake: bool,
-    /// Woken by news and not by the alarm: rows are likely.
-    rung: bool,
-    /// Woken by what was written here.
-    freed: bool,
+    /// What the last wake was, if it was none of the alarm's.
+    news: News,
     empty_polls: u32,
     contended: u32,
     due_misses: u32,
@@ -170,8 +179,7 @@ impl ClaimActor {
             was_down: parts.standing.gate() == Gate::Unavailable,
             drain: None,
             wake: true,
-            rung: false,
-            freed: false,
+            news: News::None,
             empty_polls: 0,
             contended: 0,
             due_misses: 0,
@@ -195,7 +203,7 @@ impl ClaimActor {
     }
 
     fn wake(&mut self, ctx: &mut Context<Self>) {
-        self.rung = true;
+        self.news = News::Rung;
         self.look(ctx);
         self.ring_on(ctx);
     }
@@ -208,7 +216,7 @@ impl ClaimActor {
     /// Whether a claim may be sent at this moment. An idle instance has stopped proving itself: then the proof is asked for beside the
     /// claim, which the database refuses to whoever was evicted, and no row starts before it. With work in hand trust must not have ended.
     fn may_send(&mut self) -> bool {
-        let rung = std::mem::take(&mut self.rung);
+        let rung = std::mem::take(&mut self.news) == News::Rung;
         if rung {
             self.bell.stage = Stage::Rung;
         }
@@ -233,8 +241,12 @@ impl ClaimActor {
             Phase::Gathering => {}
             Phase::Sleeping | Phase::Lingering if !self.wake => {}
             Phase::Parked | Phase::Sleeping | Phase::Lingering => {
-                let freed = if self.freed { Stage::Freed } else { Stage::Polled };
-                self.gather(if self.rung { Stage::Rung } else { freed }, ctx);
+                let stage = match self.news {
+                    News::None => Stage::Polled,
+                    News::Freed => Stage::Freed,
+                    News::Rung => Stage::Rung,
+                };
+                self.gather(stage, ctx);
             }
         }
     }
@@ -290,7 +302,6 @@ impl ClaimActor {
     fn claim(&mut self, permits: OwnedSemaphorePermit, ctx: &mut Context<Self>) {
         self.phase = Phase::Claiming;
         self.wake = false;
-        self.freed = false;
         self.bell.note_look();
         self.counters.claims += 1;
         let claim = &self.parts.options.claim;

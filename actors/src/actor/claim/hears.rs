@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use actix::prelude::*;
 
-use super::{ClaimActor, Phase};
+use super::{ClaimActor, News, Phase};
 use crate::instance::Gate;
 use crate::message::{
     Account, Drain, Drained, Evicted, Fence, GateChanged, HeartbeatSwitched, Observe, Pause,
@@ -30,7 +30,7 @@ impl Handler<WorkFreed> for ClaimActor {
     type Result = ();
 
     fn handle(&mut self, _: WorkFreed, ctx: &mut Self::Context) {
-        self.freed = true;
+        self.news = self.news.max(News::Freed);
         self.look(ctx);
         self.ring_on(ctx);
     }
