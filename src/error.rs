@@ -23,6 +23,19 @@ pub enum Error {
     /// The database cannot be reached, or refused the login.
     #[error("cannot connect to the database: {0}")]
     Connect(String),
+    /// The two URLs lead to different databases: rows would be stored in one and looked for in the other.
+    #[error(
+        "the direct URL leads to {leads_to} (database {direct:?}, the database URL to database {database:?}): let both lead to the same \
+         database of the same primary, and look at each with `workpump doctor`"
+    )]
+    LeadsElsewhere {
+        /// Where the direct URL leads to, as seen from the database URL.
+        leads_to: String,
+        /// The database at the database URL.
+        database: String,
+        /// The database at the direct URL.
+        direct: String,
+    },
     /// A statement failed.
     #[error("the database refused: {0}")]
     Database(String),

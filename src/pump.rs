@@ -28,10 +28,11 @@ use crate::pg::death_watch::PgDeathWatch;
 use crate::pg::direct_session::PgDirectConnector;
 use crate::pg::instance_store::PgInstanceStore;
 use crate::pg::migrate::migrate_on;
+use crate::pg::place::Place;
 use crate::pg::producers_route::PgProducersRoute;
 use crate::pg::renewal_store::PgRenewalStore;
 use crate::pg::schema_name::SchemaName;
-use crate::pg::session::Session;
+use crate::pg::session::{OpenError, Session};
 use crate::pg::sweep_store::PgSweepStore;
 use crate::pg::work_store::PgWorkStore;
 use crate::runtime::OwnRuntime;
@@ -39,6 +40,9 @@ use crate::signal::{Hub, HubActor, Signals, Topic};
 
 /// How long the first heartbeat may take before the start counts as failed.
 const START_DEADLINE: Duration = Duration::from_secs(30);
+
+/// How long the start asks where its two URLs lead to.
+const PLACE_DEADLINE: Duration = Duration::from_secs(5);
 
 /// What a pump is made of. Made by [`WorkPump::builder`].
 #[must_use = "a builder does nothing until it is started"]
@@ -148,6 +152,7 @@ impl Builder {
         // One thread is enough to move bytes; it must only never be busy with anything else.
         let io = OwnRuntime::start("workpump-db-io", 1)?;
         self.check_schema(&io, &direct).await?;
+        check_place(&io, &pooled, &direct).await?;
 
         let identity = self.identity();
         let handlers = OwnRuntime::start("workpump-handler", handler_threads(&self.options))?;
@@ -223,6 +228,34 @@ impl Builder {
             process_id: std::process::id().try_into().unwrap_or(i32::MAX),
         }
     }
+}
+
+/// Refuses two URLs that lead to different databases. An address that cannot be asked is left to the gate, which proves its way all the time.
+async fn check_place(io: &OwnRuntime, pooled: &Config, direct: &Config) -> Result<(), Error> {
+    if pooled == direct {
+        return Ok(());
+    }
+    let (pooled, direct) = (pooled.clone(), direct.clone());
+    let compared = io.handle().spawn(tokio::time::timeout(PLACE_DEADLINE, async move {
+        let (pooled, direct) = tokio::try_join!(Session::open(&pooled), Session::open(&direct))?;
+        let mut verdict = Ok(());
+        // A server may be started again between the two questions; not twice in a row.
+        for _ in 0..2 {
+            let (here, there) = tokio::try_join!(Place::ask(&pooled.client), Place::ask(&direct.client))?;
+            let Some(leads_to) = here.instead(&there) else { return Ok(Ok(())) };
+            let (database, direct) = (here.database, there.database);
+            verdict = Err(Error::LeadsElsewhere { leads_to, database, direct });
+        }
+        Ok::<_, OpenError>(verdict)
+    }));
+    let error = match compared.await {
+        Ok(Ok(Ok(verdict))) => return verdict,
+        Ok(Ok(Err(error))) => error,
+        Ok(Err(_)) => OpenError::Late,
+        Err(error) => return Err(Error::Connect(error.to_string())),
+    };
+    tracing::warn!(%error, "whether both URLs lead to the same database could not be asked, starting all the same");
+    Ok(())
 }
 
 /// Adds the actor that hears signals to the pump's own, on their thread: nothing of a user's can hold it up.

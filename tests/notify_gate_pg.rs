@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::proxy::Proxy;
+use common::proxy::{Door, Proxy};
 use common::wait::eventually;
 use common::{Bouncer, Database, quick};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -162,10 +162,37 @@ async fn a_database_url_through_a_pooler_is_the_way_that_producers_take_and_is_p
 }
 
 #[tokio::test]
-async fn a_direct_url_that_leads_to_another_database_is_found_by_the_proof() {
+async fn a_direct_url_that_leads_to_another_database_or_server_is_refused_by_the_start_in_words() {
+    let (db, client) = database().await;
+    let (other, other_client) = database().await;
+    let elsewhere = common::server_with(&[]);
+    let third = elsewhere.database().await;
+    let third_client = third.connect().await;
+    for (direct, leads_to) in [(&other, "database"), (&third, "another server")] {
+        let error = start(db.url(), direct.url(), quick()).await.err().expect("it cannot start");
+        let text = error.to_string();
+        assert!(matches!(error, Error::LeadsElsewhere { .. }), "{text}");
+        assert!(text.contains(db.name()) && text.contains(direct.name()), "{text}");
+        assert!(text.contains(leads_to) && text.contains("let both lead"), "{text}");
+        assert!(!text.contains("postgresql://") && !text.contains("host="), "{text}");
+    }
+    for client in [&client, &other_client, &third_client] {
+        let members = value::<i64>(client, "select count(*) from wh_service_instances").await;
+        assert_eq!(members, 0, "nobody has joined");
+    }
+}
+
+/// What a start cannot see: the database URL is not answered while it asks.
+#[tokio::test]
+async fn two_urls_to_different_databases_that_the_start_could_not_compare_are_found_by_the_proof() {
     let (db, _client) = database().await;
     let (other, _other_client) = database().await;
-    let bench = start(db.url(), other.url(), quick()).await.expect("it starts");
+    let socket = common::shared().postgres.socket_dir().join(".s.PGSQL.5432");
+    let door = Proxy::to(socket).await.expect("a door");
+    door.set(Door::Shut).await;
+    let url = format!("postgresql://postgres@{}/{}", door.address(), db.name());
+    let bench = start(&url, other.url(), quick()).await.expect("it starts all the same");
+    door.set(Door::Open).await;
     bench
         .until("the reason", |report| {
             report

@@ -23,6 +23,12 @@ pub use gate::{GateReport, MAX_CHANNEL_BYTES, ProbeNow, SubscribeError};
 #[rtype(result = "()")]
 pub struct RequestImmediatePoll;
 
+/// This instance has written something by which a row may have become claimable that rings nobody: a retry, or the last row of a run. One
+/// look is enough, where [`RequestImmediatePoll`] is looked into twice: what it is about is known to be there by now, or not at all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Message)]
+#[rtype(result = "()")]
+pub struct WorkFreed;
+
 /// NOTIFY became known to reach this instance, or is no longer known to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Message)]
 #[rtype(result = "()")]

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 use workpump_actors::instance::Gate;
-use workpump_actors::message::{Drain, Observe, Pause, RequestImmediatePoll, Resume};
+use workpump_actors::message::{Drain, Observe, Pause, RequestImmediatePoll, Resume, Unfence, WorkFreed};
 use workpump_actors::options::Options;
 use workpump_actors::port::{ArmMode, StoreError};
 use workpump_actors::testing::{Call, ClaimRig, FakeStore, Op, Reply, Row, in_virtual_time, quiesce};
@@ -78,17 +78,139 @@ fn a_safety_poll_that_finds_nothing_is_one_claim_and_stays_armed() {
 }
 
 #[test]
-fn a_ring_is_answered_with_a_claim_and_the_lock_goes_back_once_there_are_rows() {
+fn a_ring_is_answered_with_a_claim_and_a_second_look_and_the_lock_stays_while_rows_are_few() {
+    in_virtual_time(async {
+        for rows in [1, 9] {
+            let (store, mut rig, before) = asleep(Options::default()).await;
+            store.insert_many(rows, &Row::default());
+            let at = tokio::time::Instant::now();
+            ring(&rig).await;
+            let held = rig.dispatch.next().await;
+            assert_eq!((held.deliveries.len(), at.elapsed()), (rows, Duration::ZERO));
+            sleep(millis(100)).await;
+            assert_eq!(since(&store, before), "cc", "{rows} rows");
+            assert_eq!(store.armed(), Some(ArmMode::Idle));
+        }
+    });
+}
+
+#[test]
+fn many_rows_wake_it_up_and_it_arms_once_when_it_falls_asleep() {
+    in_virtual_time(async {
+        let (store, rig, before) = asleep(Options::default()).await;
+        store.insert_many(10, &Row::default());
+        ring(&rig).await;
+        sleep(millis(100)).await;
+        assert_eq!(since(&store, before), "cdcac");
+        assert_eq!(store.armed(), Some(ArmMode::Idle));
+    });
+}
+
+#[test]
+fn rows_that_take_the_last_permit_wake_it_up() {
+    in_virtual_time(async {
+        let mut options = Options::default();
+        options.dispatch.max_in_flight = 2;
+        let (store, mut rig, before) = asleep(options).await;
+        store.insert_many(2, &Row::default());
+        ring(&rig).await;
+        let _held = rig.dispatch.next().await;
+        quiesce().await;
+        assert_eq!(since(&store, before), "cd", "there may be more");
+    });
+}
+
+/// One row for each ring, so many of them at this distance.
+async fn rows_with_a_ring_each(apart: Duration, rings: usize) -> (Arc<FakeStore>, String) {
+    let (store, rig, before) = asleep(Options::default()).await;
+    for _ in 0..rings {
+        store.insert(Row::default());
+        ring(&rig).await;
+        sleep(apart).await;
+    }
+    let statements = since(&store, before);
+    (store, statements)
+}
+
+#[test]
+fn the_third_ring_within_fifty_milliseconds_wakes_it_up_if_it_brings_rows() {
+    in_virtual_time(async {
+        let (store, statements) = rows_with_a_ring_each(millis(20), 2).await;
+        assert_eq!((&*statements, store.armed()), ("cccc", Some(ArmMode::Idle)));
+        let (_, statements) = rows_with_a_ring_each(millis(20), 3).await;
+        assert_eq!(statements, "cccccdcac", "awake, and asleep again");
+        // Spread out, they never do.
+        let (store, statements) = rows_with_a_ring_each(millis(26), 100).await;
+        assert_eq!((statements, store.armed()), ("cc".repeat(100), Some(ArmMode::Idle)));
+    });
+}
+
+#[test]
+fn what_was_written_here_is_looked_behind_once_and_twice_if_a_ring_found_nothing_before() {
     in_virtual_time(async {
         let (store, mut rig, before) = asleep(Options::default()).await;
         store.insert(Row::default());
-        let at = tokio::time::Instant::now();
         ring(&rig).await;
         let held = rig.dispatch.next().await;
-        assert_eq!((held.deliveries.len(), at.elapsed()), (1, Duration::ZERO));
         sleep(millis(100)).await;
-        assert_eq!(since(&store, before), "cdcac", "armed once for each time it sleeps");
+        assert_eq!(since(&store, before), "cc");
+        rig.addr.send(WorkFreed).await.expect("alive");
+        sleep(millis(100)).await;
+        assert_eq!(since(&store, before), "ccc", "nothing rang behind it");
+        // Something is stored behind the row in hand. Another claim may weigh its stream when it becomes claimable.
+        ring(&rig).await;
+        sleep(millis(100)).await;
+        assert_eq!(since(&store, before), "ccccc");
+        rig.addr.send(WorkFreed).await.expect("alive");
+        quiesce().await;
+        assert_eq!(since(&store, before), "cccccc");
+        store.insert(Row::default());
+        assert_eq!(rig.dispatch.next().await.deliveries.len(), 1, "found by the second look");
+        drop(held);
+        sleep(millis(100)).await;
+        let before = store.calls().len();
+        for looks in ["c", "cc"] {
+            rig.addr.send(WorkFreed).await.expect("alive");
+            sleep(millis(100)).await;
+            assert_eq!(since(&store, before), looks, "nothing is behind anything any more");
+        }
         assert_eq!(store.armed(), Some(ArmMode::Idle));
+    });
+}
+
+#[test]
+fn what_was_written_during_the_linger_is_looked_behind_at_once_and_the_second_look_still_comes() {
+    in_virtual_time(async {
+        for during_the_claim in [false, true] {
+            let (store, mut rig, before) = asleep(signals_only()).await;
+            store.insert(Row::default());
+            if during_the_claim {
+                store.script(Op::Claim, Reply::Slow(millis(1)));
+            }
+            ring(&rig).await;
+            if !during_the_claim {
+                rig.dispatch.next().await;
+            }
+            rig.addr.send(WorkFreed).await.expect("alive");
+            quiesce().await;
+            sleep(millis(1)).await;
+            quiesce().await;
+            assert_eq!(since(&store, before), "cc");
+            store.insert(Row::default());
+            sleep(millis(50)).await;
+            // The third one finds the row, and is followed by one look more.
+            assert_eq!(since(&store, before), "ccccn", "{during_the_claim}");
+        }
+    });
+}
+
+#[test]
+fn a_proof_that_nobody_waited_for_is_no_look() {
+    in_virtual_time(async {
+        let (store, rig, before) = asleep(Options::default()).await;
+        rig.addr.send(Unfence).await.expect("alive");
+        sleep(millis(100)).await;
+        assert_eq!(since(&store, before), "");
     });
 }
 

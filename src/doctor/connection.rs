@@ -10,6 +10,7 @@ use tokio_postgres::{Client, Config};
 
 use super::ask::{NoAnswer, Patient, value};
 use super::finding::{Check, Finding, Group};
+use crate::pg::place::Place;
 use crate::pg::session::Session;
 use crate::pg::statement::doctor as sql;
 
@@ -147,33 +148,31 @@ fn judge_pooling(pooling: Pooling, how: &str, has_direct: bool) -> Finding {
 /// Which database of which server is at the other end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Identity {
-    pub(super) database: String,
-    pub(super) database_id: String,
-    pub(super) standby: bool,
-    pub(super) started: i64,
+    pub(super) place: Place,
     pub(super) version: i32,
     pub(super) version_text: String,
     pub(super) role: String,
     /// Reached through a Unix socket.
     pub(super) local: bool,
-    /// Unknown where only administrators may see it.
-    pub(super) system: Option<String>,
 }
 
 impl Identity {
     pub(super) async fn ask(patient: &Patient) -> Result<Self, NoAnswer> {
         let row = patient.row(sql::IDENTITY, &[]).await?;
         let system = patient.row(sql::SYSTEM, &[]).await.and_then(|row| value(&row, 0)).ok();
-        Ok(Self {
+        let place = Place {
             database: value(&row, 0)?,
             database_id: value(&row, 1)?,
             standby: value(&row, 2)?,
             started: value(&row, 3)?,
+            system,
+        };
+        Ok(Self {
+            place,
             version: value(&row, 4)?,
             version_text: value(&row, 5)?,
             role: value(&row, 6)?,
             local: value(&row, 7)?,
-            system,
         })
     }
 }
@@ -188,8 +187,8 @@ pub(super) fn judge_identity(
         Err(reason) => return vec![VERSION.not_made(reason)],
     };
     let mut findings = vec![judge_version(database)];
-    if database.standby {
-        let seen = format!("database {:?} is on a standby", database.database);
+    if database.place.standby {
+        let seen = format!("database {:?} is on a standby", database.place.database);
         findings.push(
             STANDBY
                 .error(seen, "a standby can be read only: nothing can be stored, claimed or settled")
@@ -223,24 +222,11 @@ fn judge_version(database: &Identity) -> Finding {
 fn judge_same(database: &Identity, direct: &Identity) -> Finding {
     let split = "instances would hold their alive-locks and listen where nobody looks and nobody rings: they are taken for dead, or \
          wait for the next poll";
-    let other_cluster = match (&database.system, &direct.system) {
-        (Some(one), Some(other)) => one != other,
-        _ => false,
-    };
-    let wrong = if !other_cluster && direct.standby && !database.standby {
-        Some("a standby of the database's server".to_owned())
-    } else if other_cluster || database.started != direct.started {
-        Some("another server than the database URL".to_owned())
-    } else if database.database_id != direct.database_id {
-        Some(format!("database {:?} instead of {:?}", direct.database, database.database))
-    } else {
-        None
-    };
-    match wrong {
+    match database.place.instead(&direct.place) {
         Some(wrong) => SAME
             .error(format!("the direct URL leads to {wrong}"), split)
             .next("let both URLs lead to the same database of the same primary"),
-        None => SAME.ok(format!("both sessions are in database {:?}", database.database)),
+        None => SAME.ok(format!("both sessions are in database {:?}", database.place.database)),
     }
 }
 
@@ -251,21 +237,23 @@ mod tests {
 
     fn identity() -> Identity {
         Identity {
-            database: "shop".to_owned(),
-            database_id: "5".to_owned(),
-            standby: false,
-            started: 1,
+            place: Place {
+                database: "shop".to_owned(),
+                database_id: "5".to_owned(),
+                standby: false,
+                started: 1,
+                system: Some("7".to_owned()),
+            },
             version: 180_001,
             version_text: "18.1".to_owned(),
             role: "app".to_owned(),
             local: false,
-            system: Some("7".to_owned()),
         }
     }
 
-    fn same(change: impl FnOnce(&mut Identity)) -> Finding {
+    fn same(change: impl FnOnce(&mut Place)) -> Finding {
         let mut direct = identity();
-        change(&mut direct);
+        change(&mut direct.place);
         judge_same(&identity(), &direct)
     }
 
@@ -275,7 +263,7 @@ mod tests {
         assert_eq!(same(|direct| direct.system = None).severity, Severity::Ok, "not everybody may see it");
         for (change, said) in [
             (
-                &(|direct: &mut Identity| direct.system = Some("8".to_owned())) as &dyn Fn(&mut Identity),
+                &(|direct: &mut Place| direct.system = Some("8".to_owned())) as &dyn Fn(&mut Place),
                 "another server",
             ),
             (&|direct| direct.started = 2, "another server"),

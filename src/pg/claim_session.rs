@@ -3,21 +3,26 @@
 //! The rule: it is taken out for a call and only put back after the answer, so a call whose caller has gone, or whose time is up, ends
 //! the session and everything it holds. The failures this prevents: a claim that waits behind a statement of an earlier caller, and an
 //! arm lock of which nobody knows any more, held by a session that goes on.
+//!
+//! Where the direct URL cannot be opened, claims go through the database URL for a while: they need no session state. Such a session is
+//! never armed. The failure this prevents: a firewall rule on one address that stops all work while the database is well.
 
 use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::sync::Mutex;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tokio_postgres::Config;
 use tokio_postgres::types::Type;
+use tracing::warn;
 use workpump_actors::instance::InstanceId;
 use workpump_actors::port::{ArmMode, Armed, StoreError};
 
 use super::fault::{open_error, store_error};
+use super::kept_session::SECOND_BEST_FOR;
 use super::pool::late;
 use super::schema_name::SchemaName;
-use super::session::{CALL_DEADLINE, OpenError, Session};
+use super::session::{CALL_DEADLINE, OPEN_DEADLINE, OpenError, Session};
 use super::statement::work as statement;
 
 struct Texts {
@@ -29,6 +34,7 @@ struct Texts {
 /// The session of claims, opened when it is first needed.
 pub(crate) struct ClaimSession {
     direct: Config,
+    second_best: Option<Config>,
     io: Handle,
     texts: Texts,
     slot: Mutex<Option<Held>>,
@@ -50,6 +56,8 @@ enum Leads {
     ToBackend(i32),
     /// Through a pooler.
     Through,
+    /// Along the database URL, because the direct one could not be opened; until then.
+    SecondBest(Instant),
 }
 
 /// What came of arming.
@@ -59,17 +67,20 @@ enum Answer {
     InVain,
     /// The session leads through a pooler, and holds nothing.
     NotDirect,
+    /// The direct URL cannot be opened.
+    Unreachable,
 }
 
 impl ClaimSession {
-    /// Opens nothing yet.
-    pub(crate) fn new(schema: &SchemaName, direct: Config, io: Handle) -> Self {
+    /// Opens nothing yet. When `direct` cannot be opened, `pooled` will do for a while.
+    pub(crate) fn new(schema: &SchemaName, direct: Config, pooled: &Config, io: Handle) -> Self {
         let texts = Texts {
             arm: statement::arm(schema),
             set_full: statement::set_full(schema),
             disarm: statement::disarm(schema),
         };
-        Self { direct, io, texts, slot: Mutex::new(None) }
+        let second_best = (*pooled != direct).then(|| pooled.clone());
+        Self { direct, second_best, io, texts, slot: Mutex::new(None) }
     }
 
     /// One call on the session; it is opened if need be.
@@ -79,17 +90,19 @@ impl ClaimSession {
         what: &str,
         call: impl AsyncFnOnce(&Session) -> Result<T, tokio_postgres::Error>,
     ) -> Result<T, StoreError> {
-        self.hold(instance, what, async |held| call(&held.session).await).await
+        self.hold(instance, what, false, async |held| call(&held.session).await).await
     }
 
     async fn hold<T>(
         &self,
         instance: InstanceId,
         what: &str,
+        to_arm: bool,
         call: impl AsyncFnOnce(&mut Held) -> Result<T, tokio_postgres::Error>,
     ) -> Result<T, StoreError> {
         let mut slot = self.slot.lock().await;
-        let fit = slot.take().filter(|held| held.is_fit(instance));
+        // Somebody hears notifications again, so the direct URL may be open again.
+        let fit = slot.take().filter(|held| held.is_fit(instance) && !(to_arm && held.is_second_best()));
         let mut held = match fit {
             Some(held) => held,
             None => self.open(instance).await?,
@@ -100,12 +113,27 @@ impl ClaimSession {
     }
 
     async fn open(&self, instance: InstanceId) -> Result<Held, StoreError> {
-        let config = self.direct.clone();
-        let opened = self.io.spawn(async move { Session::open_marked(&config).await }).await;
-        let session = opened
+        let (direct, second_best) = (self.direct.clone(), self.second_best.clone());
+        let opened = self.io.spawn(async move {
+            let Some(second_best) = second_best else {
+                return Ok::<_, OpenError>((Session::open_marked(&direct).await?, Leads::Somewhere));
+            };
+            // Half of the time: a claim waits for it.
+            let opening = timeout(OPEN_DEADLINE / 2, Session::open_marked(&direct));
+            match opening.await.unwrap_or(Err(OpenError::Late)) {
+                Ok(session) => Ok((session, Leads::Somewhere)),
+                Err(error) => {
+                    let session = Session::open(&second_best).await?;
+                    warn!(%error, "no session on the direct URL, claiming through the database URL for a minute");
+                    Ok((session, Leads::SecondBest(Instant::now() + SECOND_BEST_FOR)))
+                }
+            }
+        });
+        let (session, leads) = opened
+            .await
             .map_err(|_| StoreError::Unavailable("the pump's connections are shut down".to_owned()))?
             .map_err(|error| open_error(&error, instance))?;
-        Ok(Held { session, armed: None, leads: Leads::Somewhere })
+        Ok(Held { session, armed: None, leads })
     }
 
     /// Takes the arm lock, unless the session has it already.
@@ -115,12 +143,15 @@ impl ClaimSession {
         wait: Duration,
         mode: ArmMode,
     ) -> Result<Option<Armed>, StoreError> {
-        let armed =
-            self.hold(instance, "arm lock", async |held| held.arm(&self.texts, instance, wait, mode).await);
+        let armed = self
+            .hold(instance, "arm lock", true, async |held| held.arm(&self.texts, instance, wait, mode).await);
         match armed.await? {
             Answer::Armed(armed) => Ok(Some(armed)),
             Answer::InVain => Ok(None),
             Answer::NotDirect => Err(open_error(&not_direct(), instance)),
+            Answer::Unreachable => Err(StoreError::Unavailable(
+                "the direct URL cannot be opened, nothing can be armed".to_owned(),
+            )),
         }
     }
 
@@ -129,7 +160,7 @@ impl ClaimSession {
         if self.slot.lock().await.as_ref().is_none_or(|held| held.armed.is_none()) {
             return Ok(());
         }
-        self.hold(instance, "end of the arm lock", async |held| {
+        self.hold(instance, "end of the arm lock", false, async |held| {
             if let Some((_, mode)) = held.armed {
                 let params = [(&instance.0 as _, Type::UUID), (&(mode == ArmMode::Full) as _, Type::BOOL)];
                 held.session.client.query_typed_one(&self.texts.disarm, &params).await?;
@@ -144,7 +175,12 @@ impl ClaimSession {
 impl Held {
     /// Whether it serves this instance: what an earlier life has armed ends with its session.
     fn is_fit(&self, instance: InstanceId) -> bool {
-        !self.session.client.is_closed() && self.armed.is_none_or(|(whose, _)| whose == instance)
+        let served = matches!(self.leads, Leads::SecondBest(until) if until <= Instant::now());
+        !served && !self.session.client.is_closed() && self.armed.is_none_or(|(whose, _)| whose == instance)
+    }
+
+    fn is_second_best(&self) -> bool {
+        matches!(self.leads, Leads::SecondBest(_))
     }
 
     async fn arm(
@@ -154,6 +190,9 @@ impl Held {
         wait: Duration,
         mode: ArmMode,
     ) -> Result<Answer, tokio_postgres::Error> {
+        if self.is_second_best() {
+            return Ok(Answer::Unreachable);
+        }
         if self.leads == Leads::Somewhere {
             self.leads = self.session.backend().await?.map_or(Leads::Through, Leads::ToBackend);
         }

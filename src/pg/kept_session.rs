@@ -19,7 +19,7 @@ use super::fault::{open_error, store_error};
 use super::session::{OpenError, Session};
 
 /// How long a session on the second address serves before the first one is tried again.
-const SECOND_BEST_FOR: Duration = Duration::from_mins(1);
+pub(crate) const SECOND_BEST_FOR: Duration = Duration::from_mins(1);
 
 /// What can be kept.
 pub(crate) trait Keepable: Sized + Send + 'static {

@@ -14,6 +14,7 @@
 //! | `work_store.rs`, `renewal_store.rs` | the engine's ports: work and its leases |
 //! | `instance_store.rs`, `direct_session.rs`, `death_watch.rs`, `sweep_store.rs` | the engine's ports: members, alive and dead |
 //! | `producers_route.rs` | the engine's port by which it proves that NOTIFY reaches it |
+//! | `place.rs` | which database of which server a session leads to |
 //! | `migrate.rs` | the schema itself |
 //!
 //! Tests of this room on a real server stand in `tests/pg/`: it is not public, and they see it from inside.
@@ -27,6 +28,7 @@ pub(crate) mod instance_store;
 pub(crate) mod kept_session;
 pub(crate) mod limits;
 pub(crate) mod migrate;
+pub(crate) mod place;
 pub(crate) mod pool;
 pub(crate) mod producers_route;
 pub(crate) mod renewal_store;

@@ -56,7 +56,7 @@ impl PgWorkStore {
                 next_claimable: statement::next_claimable(schema),
                 pass_ring: statement::pass_ring(schema),
             },
-            session: ClaimSession::new(schema, direct, io),
+            session: ClaimSession::new(schema, direct, pooled, io),
             pool,
             keep_completed,
         }

@@ -89,6 +89,17 @@ enum Phase {
     Asking,
 }
 
+/// What woke it. The last is worth the most looks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+enum News {
+    #[default]
+    None,
+    /// Something was written here that may have freed work.
+    Freed,
+    /// Rows are likely.
+    Rung,
+}
+
 #[derive(Debug, Default)]
 struct Counters {
     claims: u64,
@@ -122,8 +133,8 @@ pub struct ClaimActor {
     was_down: bool,
     drain: Option<tokio::sync::oneshot::Sender<()>>,
     wake: bool,
-    /// Woken by news and not by the alarm: rows are likely.
-    rung: bool,
+    /// What the last wake was, if it was none of the alarm's.
+    news: News,
     empty_polls: u32,
     contended: u32,
     due_misses: u32,
@@ -168,7 +179,7 @@ impl ClaimActor {
             was_down: parts.standing.gate() == Gate::Unavailable,
             drain: None,
             wake: true,
-            rung: false,
+            news: News::None,
             empty_polls: 0,
             contended: 0,
             due_misses: 0,
@@ -192,7 +203,7 @@ impl ClaimActor {
     }
 
     fn wake(&mut self, ctx: &mut Context<Self>) {
-        self.rung = true;
+        self.news = News::Rung;
         self.look(ctx);
         self.ring_on(ctx);
     }
@@ -205,7 +216,10 @@ impl ClaimActor {
     /// Whether a claim may be sent at this moment. An idle instance has stopped proving itself: then the proof is asked for beside the
     /// claim, which the database refuses to whoever was evicted, and no row starts before it. With work in hand trust must not have ended.
     fn may_send(&mut self) -> bool {
-        let rung = std::mem::take(&mut self.rung);
+        let rung = std::mem::take(&mut self.news) == News::Rung;
+        if rung {
+            self.bell.stage = Stage::Rung;
+        }
         if self.parts.standing.is_trusted(now()) {
             return true;
         }
@@ -227,7 +241,12 @@ impl ClaimActor {
             Phase::Gathering => {}
             Phase::Sleeping | Phase::Lingering if !self.wake => {}
             Phase::Parked | Phase::Sleeping | Phase::Lingering => {
-                self.gather(if self.rung { Stage::Rung } else { Stage::Polled }, ctx);
+                let stage = match self.news {
+                    News::None => Stage::Polled,
+                    News::Freed => Stage::Freed,
+                    News::Rung => Stage::Rung,
+                };
+                self.gather(stage, ctx);
             }
         }
     }
@@ -283,6 +302,7 @@ impl ClaimActor {
     fn claim(&mut self, permits: OwnedSemaphorePermit, ctx: &mut Context<Self>) {
         self.phase = Phase::Claiming;
         self.wake = false;
+        self.bell.note_look();
         self.counters.claims += 1;
         let claim = &self.parts.options.claim;
         let request = ClaimRequest {

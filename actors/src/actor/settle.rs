@@ -15,9 +15,7 @@ use rand::{RngExt, SeedableRng};
 use tokio::sync::oneshot;
 
 use crate::instance::InstanceId;
-use crate::message::{
-    Account, Drain, Drained, Evicted, Fence, Observe, PingNow, RequestImmediatePoll, Settle, Unfence,
-};
+use crate::message::{Account, Drain, Drained, Evicted, Fence, Observe, PingNow, Settle, Unfence, WorkFreed};
 use crate::options::SettleOptions;
 use crate::policy::coalesce::{CoalesceLimits, Coalescer, Decision};
 use crate::port::{Settled, StoreError, WorkStore};
@@ -50,7 +48,7 @@ pub struct SettleParts {
     /// How long a drain may take.
     pub drain_deadline: Duration,
     /// Learns that rows became claimable.
-    pub wake: Option<Recipient<RequestImmediatePoll>>,
+    pub wake: Option<Recipient<WorkFreed>>,
     /// Brings the proof without which nothing may be written.
     pub probe: Recipient<PingNow>,
     /// Learns that this instance was evicted.
@@ -183,7 +181,7 @@ impl SettleActor {
         drop(done);
         self.health.well();
         if frees_work && let Some(wake) = &self.parts.wake {
-            wake.do_send(RequestImmediatePoll);
+            wake.do_send(WorkFreed);
         }
         match (lost, unclear) {
             (0, _) => {}

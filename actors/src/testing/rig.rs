@@ -20,7 +20,7 @@ use crate::delivery::{Delivery, InFlight, Lease, Renewals};
 use crate::instance::{Gate, InstanceId, InstanceIdentity};
 use crate::lane::{Crew, CrewParts};
 use crate::message::{
-    BeatNow, Dispatch, Evicted, Fence, GateChanged, HandBack, PingNow, RequestImmediatePoll, Settle, Unfence,
+    BeatNow, Dispatch, Evicted, Fence, GateChanged, HandBack, PingNow, Settle, Unfence, WorkFreed,
 };
 use crate::options::Options;
 use crate::policy::lease::LeaseTerms;
@@ -227,7 +227,7 @@ pub struct SettleRig {
     /// What is known about the instance.
     pub standing: Arc<Standing>,
     /// Its wakes.
-    pub wake: TestProbe<RequestImmediatePoll>,
+    pub wake: TestProbe<WorkFreed>,
     /// Its calls for a proof.
     pub probe: TestProbe<PingNow>,
     /// Its reports of eviction.

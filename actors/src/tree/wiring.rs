@@ -27,7 +27,7 @@ use crate::lane::{Crew, CrewParts};
 use crate::message::{
     AliveLockChanged, BeatNow, Evicted, ExtendLease, Fence, GateChanged, Pause, PingNow, ProbeNow,
     RequestImmediatePoll, Resume, SetHeartbeat, Settle, Subscribe, SubscribeToEvictions, SubscribeToGate,
-    SweepNow, TrustProven, Unfence, Unsubscribe,
+    SweepNow, TrustProven, Unfence, Unsubscribe, WorkFreed,
 };
 use crate::options::{GateMode, Options};
 use crate::policy::retry::RetryPolicy;
@@ -69,6 +69,7 @@ struct Wiring {
     probe: Recipient<PingNow>,
     /// Set before anything starts; the factories read it when they run.
     wake: OnceLock<Recipient<RequestImmediatePoll>>,
+    freed: OnceLock<Recipient<WorkFreed>>,
     gate_changed: OnceLock<Recipient<GateChanged>>,
 }
 
@@ -98,6 +99,7 @@ impl Specs {
             evicted: warden.addr().recipient(),
             probe: warden.addr().recipient(),
             wake: OnceLock::new(),
+            freed: OnceLock::new(),
             gate_changed: OnceLock::new(),
             options,
         });
@@ -120,6 +122,7 @@ impl Specs {
             stale_sweep(Arc::clone(&wiring), parts.sweep, parts.watch, claim.addr().recipient());
         // Set once, before anything starts; the factories read them when they run.
         let _ = wiring.wake.set(claim.addr().recipient());
+        let _ = wiring.freed.set(claim.addr().recipient());
         let _ = wiring.gate_changed.set(claim.addr().recipient());
         let told = Told {
             fence: vec![
@@ -322,7 +325,7 @@ fn settle(wiring: Arc<Wiring>, store: Arc<dyn WorkStore>) -> Spec<SettleActor> {
             backlog: Arc::clone(&life.backlog),
             probe: wiring.probe.clone(),
             drain_deadline: drain_deadline(&wiring.options),
-            wake: wiring.wake.get().cloned(),
+            wake: wiring.freed.get().cloned(),
             evicted: wiring.evicted.clone(),
             seed: seed(),
         };

@@ -58,8 +58,10 @@ impl ClaimActor {
                 (false, Outcome::Nothing)
             }
             Ok(claimed) => {
-                // Awake: from now on producers need not ring.
-                self.disarm(ctx);
+                if !self.sleeps_on(&claimed, asked) {
+                    // Awake: from now on producers need not ring.
+                    self.disarm(ctx);
+                }
                 (self.take(permits, sent_at.unwrap_or_else(now), claimed, asked), Outcome::Rows)
             }
             Err(error) => {

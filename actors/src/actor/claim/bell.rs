@@ -4,8 +4,9 @@
 //! lock is granted when every producer that counted on this instance being awake has ended, so the last look sees all they stored, and
 //! whoever comes later rings. The failure this prevents: a row whose producer was still at work when the instance fell asleep.
 //!
-//! A ring is answered with a claim under the lock. It is given back when there were rows: producers need not ring one who is awake. A ring
-//! in vain (a row for later, one behind a running one) costs two claims and leaves the lock where it is.
+//! A ring is answered with a claim under the lock, and with a second look a moment later. The lock stays where it is while rows come one
+//! by one: whatever commits after a claim under the lock rings, so no look is needed to fall asleep again. It is given back when many rows
+//! come, or many rings: producers need not ring one who is awake.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,11 +17,19 @@ use tokio::time::Instant;
 use super::{ClaimActor, Phase};
 use crate::actor::backoff;
 use crate::instance::Gate;
-use crate::port::{ArmMode, Armed, Doorbell, StoreError};
+use crate::port::{ArmMode, Armed, Claimed, Doorbell, StoreError};
 
 /// How long it stays awake after rows, and looks again after a ring in vain: what comes in a row comes within that, and a row that another
 /// claim had locked for a moment is free again.
 const LINGER: Duration = Duration::from_millis(2);
+
+/// With fewer rows it sleeps on. A claim that brings more has found a backlog or a burst, and there the rings of all who come cost more
+/// than falling asleep once.
+const FEW: usize = 10;
+
+/// How many rings within [`BURST`] end the sleep, rows or not many: from then on the lock is free, and producers pass by without a ring.
+const RINGS: usize = 3;
+const BURST: Duration = Duration::from_millis(50);
 
 /// The first wait for the arm lock; the next ones double up to the tight base. Claims wait behind it, and the server keeps what is dead
 /// for as long, so it is short while producers are.
@@ -37,6 +46,8 @@ pub(super) enum Stage {
     Polled,
     /// News.
     Rung,
+    /// Something that was written here.
+    Freed,
     /// The linger.
     Lingered,
     /// The arm lock, or a wait for it.
@@ -46,7 +57,7 @@ pub(super) enum Stage {
 impl Stage {
     /// Whether it is the first look after a sleep.
     pub(super) fn is_first(self) -> bool {
-        matches!(self, Self::Polled | Self::Rung)
+        matches!(self, Self::Polled | Self::Rung | Self::Freed)
     }
 }
 
@@ -69,6 +80,15 @@ pub(super) struct Bell {
     watch: Option<SpawnHandle>,
     /// Numbers the grants: the framework polls a cancelled watch once more.
     grant: u64,
+    /// The grant under which the last claim was sent, if it was: what commits after it rings.
+    sent_under: Option<u64>,
+    /// The look after the linger is still to come.
+    second_look: bool,
+    /// There may be rows behind those in hand: a ring found nothing, or a claim left something. None who is woken for them looks once
+    /// only, since another claim may have locked them for a moment.
+    behind: bool,
+    /// When the last rings came.
+    rings: [Option<Instant>; RINGS],
     /// Waits for the lock in vain, in a row.
     pub(super) slices: u32,
     not_before: Option<Instant>,
@@ -83,6 +103,10 @@ impl Bell {
             unknown,
             watch: None,
             grant: 0,
+            sent_under: None,
+            second_look: false,
+            behind: false,
+            rings: [None; RINGS],
             slices: 0,
             not_before: None,
         }
@@ -102,6 +126,27 @@ impl Bell {
 
     pub(super) fn is_full(&self) -> bool {
         self.armed == Some(ArmMode::Full)
+    }
+
+    /// A claim is sent now.
+    pub(super) fn note_look(&mut self) {
+        self.sent_under = self.is_idle().then_some(self.grant);
+        match self.stage {
+            Stage::Rung => self.second_look = true,
+            Stage::Lingered | Stage::Armed => self.second_look = false,
+            Stage::Polled | Stage::Freed => {}
+        }
+    }
+
+    /// News came.
+    pub(super) fn note_ring(&mut self) {
+        self.rings.rotate_left(1);
+        self.rings[RINGS - 1] = Some(Instant::now());
+    }
+
+    /// Whether so many rings came of late that it had better be awake.
+    fn rings_fast(&self) -> bool {
+        self.rings[0].is_some_and(|first| first.elapsed() <= BURST)
     }
 }
 
@@ -132,18 +177,38 @@ impl ClaimActor {
             self.disarm(ctx);
             return false;
         }
-        match (outcome, self.bell.stage) {
+        let (stage, asleep) = (self.bell.stage, self.bell.is_idle());
+        self.bell.behind |= outcome == Outcome::Nothing && stage == Stage::Rung;
+        let again = match (outcome, stage) {
             (Outcome::Error, _) => return false,
-            (Outcome::Rows, _) | (Outcome::Nothing, Stage::Rung) => self.linger(ctx),
-            (Outcome::Nothing, _) if self.bell.is_idle() => return false,
-            (Outcome::Nothing, Stage::Polled) => self.linger(ctx),
-            (Outcome::Nothing, Stage::Lingered | Stage::Armed) => self.arm(ctx),
+            (_, Stage::Freed) if asleep => self.bell.second_look || self.bell.behind,
+            (Outcome::Rows, _) | (Outcome::Nothing, Stage::Rung) => true,
+            (Outcome::Nothing, Stage::Polled | Stage::Freed) => !asleep,
+            (Outcome::Nothing, Stage::Lingered | Stage::Armed) => false,
+        };
+        if stage == Stage::Lingered && self.parts.in_flight.is_empty() {
+            self.bell.behind = false;
+        }
+        match () {
+            () if again => self.linger(ctx),
+            () if asleep => return false,
+            () => self.arm(ctx),
         }
         true
     }
 
+    /// Whether it keeps the lock although a claim brought rows.
+    pub(super) fn sleeps_on(&mut self, claimed: &Claimed, asked: usize) -> bool {
+        let rows = claimed.works.len();
+        let all = rows < asked && !claimed.has_more;
+        self.bell.behind |= !all || rows >= self.parts.options.dispatch.stream_run as usize;
+        let held = self.bell.is_idle() && self.bell.sent_under == Some(self.bell.grant);
+        held && all && rows < FEW && !self.bell.rings_fast()
+    }
+
     fn linger(&mut self, ctx: &mut Context<Self>) {
         self.phase = Phase::Lingering;
+        self.bell.second_look = true;
         self.alarm.set(ctx, LINGER, |act, ctx| {
             act.alarm.rang();
             if act.may_claim() {

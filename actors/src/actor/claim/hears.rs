@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use actix::prelude::*;
 
-use super::ClaimActor;
+use super::{ClaimActor, News, Phase};
 use crate::instance::Gate;
 use crate::message::{
     Account, Drain, Drained, Evicted, Fence, GateChanged, HeartbeatSwitched, Observe, Pause,
-    RequestImmediatePoll, Resume, Unfence,
+    RequestImmediatePoll, Resume, Unfence, WorkFreed,
 };
 
 /// How long a drain waits for a claim under way at most.
@@ -21,7 +21,18 @@ impl Handler<RequestImmediatePoll> for ClaimActor {
     type Result = ();
 
     fn handle(&mut self, _: RequestImmediatePoll, ctx: &mut Self::Context) {
+        self.bell.note_ring();
         self.wake(ctx);
+    }
+}
+
+impl Handler<WorkFreed> for ClaimActor {
+    type Result = ();
+
+    fn handle(&mut self, _: WorkFreed, ctx: &mut Self::Context) {
+        self.news = self.news.max(News::Freed);
+        self.look(ctx);
+        self.ring_on(ctx);
     }
 }
 
@@ -59,8 +70,11 @@ impl Handler<Fence> for ClaimActor {
 impl Handler<Unfence> for ClaimActor {
     type Result = ();
 
+    /// Whoever was not held back has missed nothing: proofs come with every row.
     fn handle(&mut self, _: Unfence, ctx: &mut Self::Context) {
-        self.wake(ctx);
+        if self.phase == Phase::Parked {
+            self.wake(ctx);
+        }
     }
 }
 
