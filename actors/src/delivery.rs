@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use tokio::sync::OwnedSemaphorePermit;
 
-use crate::instance::InstanceId;
+use crate::instance::{Gate, InstanceId};
 use crate::policy::lease::LeaseWindow;
 use crate::port::{SettleItem, Verdict};
 use crate::runner::Job;
@@ -55,7 +55,7 @@ pub struct Delivery {
     work: ClaimedWork,
     slot: Slot,
     overlaps: bool,
-    more_behind: bool,
+    behind: Behind,
 }
 
 impl Delivery {
@@ -80,7 +80,7 @@ impl Delivery {
             in_flight: Arc::clone(in_flight),
             _permit: permit,
         };
-        Self { work, slot, overlaps, more_behind: false }
+        Self { work, slot, overlaps, behind: Behind::Known }
     }
 
     /// The row.
@@ -103,9 +103,9 @@ impl Delivery {
         self.overlaps
     }
 
-    /// Notes that it is the last of its run, and that its stream may hold more that only this run blocks.
-    pub fn expect_more_behind(&mut self) {
-        self.more_behind = true;
+    /// Notes what its stream may hold behind it that only its run blocks.
+    pub fn expect_behind(&mut self, behind: Behind) {
+        self.behind = behind;
     }
 
     /// Ends it without running it.
@@ -116,7 +116,7 @@ impl Delivery {
         } else {
             self.slot.lease.finish();
         }
-        Settlement { verdict, more_behind: self.more_behind, slot: self.slot }
+        Settlement { verdict, behind: self.behind, slot: self.slot }
     }
 
     /// Starts it: the handler's part and the part that will settle it.
@@ -126,7 +126,7 @@ impl Delivery {
         let running = Running {
             category: self.work.key.category,
             attempts: self.work.attempts,
-            more_behind: self.more_behind,
+            behind: self.behind,
             slot: self.slot,
         };
         (Job { work: self.work, instance, cancel, lease, trust }, running)
@@ -139,7 +139,7 @@ impl Delivery {
 pub(crate) struct Running {
     pub(crate) category: Category,
     pub(crate) attempts: u32,
-    more_behind: bool,
+    behind: Behind,
     slot: Slot,
 }
 
@@ -156,7 +156,7 @@ impl Running {
         } else {
             self.slot.lease.finish();
         }
-        Settlement { verdict, more_behind: self.more_behind, slot: self.slot }
+        Settlement { verdict, behind: self.behind, slot: self.slot }
     }
 }
 
@@ -165,7 +165,7 @@ impl Running {
 #[derive(Debug)]
 pub struct Settlement {
     verdict: Verdict,
-    more_behind: bool,
+    behind: Behind,
     slot: Slot,
 }
 
@@ -196,11 +196,23 @@ impl Settlement {
     }
 
     /// Whether writing it makes a row claimable that nobody is rung for: this one, at once or when its time has come, or the next of its
-    /// stream.
-    pub fn frees_work(&self) -> bool {
-        match &self.verdict {
-            Verdict::Release | Verdict::Retry { .. } => true,
-            Verdict::Complete | Verdict::DeadLetter { .. } => self.more_behind,
+    /// stream. With this gate now, not at the time of the claim: a handler may run for long, and who fell asleep meanwhile polls no more.
+    pub fn frees_work(&self, gate: Gate) -> bool {
+        match (&self.verdict, self.behind) {
+            (Verdict::Release | Verdict::Retry { .. }, _) | (_, Behind::More) => true,
+            (_, Behind::Unknown) => gate == Gate::Available,
+            (_, Behind::Known) => false,
         }
     }
+}
+
+/// What may stand behind a row that only its run blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Behind {
+    /// Nothing, or the next row of its run.
+    Known,
+    /// It is the last row of its run: what was stored behind it since the claim has rung in vain.
+    Unknown,
+    /// It is the last row of a run that was cut short: there may be more already.
+    More,
 }

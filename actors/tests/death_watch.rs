@@ -212,6 +212,22 @@ fn a_successor_finds_by_census_whom_its_predecessor_suspected() {
 }
 
 #[test]
+fn whom_a_verdict_has_evicted_is_told_although_the_actor_died_before_the_answer() {
+    in_virtual_time(async {
+        let mut rig = SweepRig::start_open(&Options::default());
+        sleep(seconds(40)).await;
+        rig.watch.set_delay(seconds(2));
+        rig.watch.die(InstanceId::fresh());
+        while rig.watch.judged().is_empty() {
+            sleep(Duration::from_millis(100)).await;
+        }
+        rig.restart().await;
+        sleep(seconds(5)).await;
+        assert_eq!(rig.told.take().len(), 1);
+    });
+}
+
+#[test]
 fn a_release_of_many_rows_does_not_hold_up_the_watch() {
     in_virtual_time(async {
         let mut rig = SweepRig::start_open(&Options::default());

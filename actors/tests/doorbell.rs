@@ -455,8 +455,54 @@ fn what_waits_behind_a_run_is_looked_for_when_it_is_written() {
         let dispatch = rig.dispatch.next().await;
         let done = dispatch.deliveries.into_iter().next().expect("one row");
         let settlement = done.settle(workpump_actors::port::Verdict::Complete);
-        assert!(settlement.frees_work(), "the row behind it has rung already, in vain");
+        assert!(settlement.frees_work(Gate::Available), "the row behind it has rung already, in vain");
     });
+}
+
+#[test]
+fn what_waits_behind_a_run_that_was_claimed_before_anybody_could_ring_is_looked_for_too() {
+    in_virtual_time(async {
+        let store = FakeStore::new();
+        let mut rig = ClaimRig::start_with_bell(signals_only(), &store);
+        rig.set_gate(Gate::Unavailable);
+        store.insert(Row::of_stream(uuid::Uuid::now_v7()));
+        let dispatch = rig.dispatch.next().await;
+        let running = dispatch.deliveries.into_iter().next().expect("one row");
+        rig.set_gate(Gate::Available);
+        sleep(millis(100)).await;
+        assert_eq!(store.armed(), Some(ArmMode::Idle), "asleep, and the handler still runs");
+        let settlement = running.settle(workpump_actors::port::Verdict::Complete);
+        assert!(settlement.frees_work(Gate::Available));
+        assert!(!settlement.frees_work(Gate::Unavailable), "it polls");
+    });
+}
+
+#[test]
+fn a_ring_whose_claim_fails_is_not_lost_however_rarely_it_polls() {
+    let mut hourly = Options::default();
+    hourly.claim.polling_interval_milliseconds = 3_600_000;
+    hourly.claim.polling_max_interval_milliseconds = 3_600_000;
+    let errors: [fn() -> StoreError; 3] = [
+        || StoreError::Contended("canceling statement due to lock timeout".to_owned()),
+        || StoreError::Unavailable("connection refused".to_owned()),
+        || StoreError::Other { code: "XX000".to_owned(), message: "internal error".to_owned() },
+    ];
+    for (options, error) in
+        [signals_only(), hourly].iter().flat_map(|options| errors.map(|error| (options, error)))
+    {
+        let options = options.clone();
+        in_virtual_time(async move {
+            let (store, mut rig, _) = asleep(options).await;
+            store.always(move |call| matches!(call, Call::Claim(_)).then(|| Reply::Fail(error())));
+            store.insert(Row::default());
+            ring(&rig).await;
+            sleep(Duration::from_mins(1)).await;
+            store.recover();
+            let recovered = tokio::time::Instant::now();
+            assert_eq!(rig.dispatch.next().await.deliveries.len(), 1);
+            assert!(recovered.elapsed() <= Duration::from_secs(10), "{}: {:?}", error(), recovered.elapsed());
+        });
+    }
 }
 
 #[test]

@@ -214,6 +214,22 @@ fn a_successor_goes_on_with_the_release_and_tells_the_same_subscribers() {
 }
 
 #[test]
+fn whom_a_sweep_has_evicted_is_told_although_the_actor_died_before_the_answer() {
+    in_virtual_time(async {
+        let mut rig = SweepRig::start_open(&no_watch());
+        let peer = InstanceId::fresh();
+        rig.sweep.set_delay(seconds(2));
+        rig.sweep.go_stale(peer, 0);
+        rig.addr.do_send(SweepNow);
+        quiesce().await;
+        assert_eq!(rig.sweep.sweeps().len(), 1, "under way");
+        rig.restart().await;
+        sleep(seconds(15)).await;
+        assert_eq!(rig.told.take(), [PeerEvicted { instance: peer, reason: EvictionReason::StaleHeartbeat }]);
+    });
+}
+
+#[test]
 fn whoever_has_ended_is_forgotten_and_the_others_are_told() {
     in_virtual_time(async {
         let mut rig = SweepRig::start_open(&no_watch());

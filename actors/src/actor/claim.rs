@@ -31,6 +31,10 @@ use answer::Answer;
 use bell::{Bell, Outcome, Stage};
 use full::Passing;
 
+/// How long it sleeps at most while something is open: whoever counts on signals may poll once an hour, and the signal that was answered
+/// with an error does not come again.
+const OPEN_WAIT: Duration = Duration::from_secs(10);
+
 /// What the claiming actor is made of.
 #[derive(Clone)]
 pub struct ClaimParts {
@@ -348,11 +352,14 @@ impl ClaimActor {
         if self.settle_down(outcome, ctx) {
             return;
         }
+        // No signal tells that a lost claim was carried out after all, or that a refused one or a recovery would succeed now.
+        let open =
+            outcome == Outcome::Error || self.lost_claim.is_some() || self.parts.standing.must_recover();
         match self.cadence.wait(self.heard_gate(), self.empty_polls) {
+            Wait::For(wait) if open => self.sleep(wait.min(OPEN_WAIT), ctx),
             Wait::For(wait) => self.sleep(wait, ctx),
-            // No signal tells that a lost claim was carried out after all, or that a recovery would succeed now.
-            Wait::UntilSignal if self.lost_claim.is_some() || self.parts.standing.must_recover() => {
-                self.sleep(self.cadence.backoff(self.gate(), self.empty_polls), ctx);
+            Wait::UntilSignal if open => {
+                self.sleep(self.cadence.backoff(self.gate(), self.empty_polls).min(OPEN_WAIT), ctx);
             }
             Wait::UntilSignal => self.ask_for_next_due(ctx),
         }

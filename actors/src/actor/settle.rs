@@ -174,8 +174,10 @@ impl SettleActor {
     }
 
     fn written(&mut self, number: u64, settled: &Settled) {
-        let Some(Written { lost, unclear, frees_work, done }) = self.parts.backlog.written(number, settled)
-        else {
+        // Looked at after the answer: should it become available later, that wakes the claimer by itself.
+        let gate = self.parts.standing.gate();
+        let written = self.parts.backlog.written(number, settled, gate);
+        let Some(Written { lost, unclear, frees_work, done }) = written else {
             return;
         };
         drop(done);

@@ -5,8 +5,9 @@
 //! thousand, with a breath between them, until none is left. The failures this prevents: a takeover that waits for leases to end, an
 //! instance in doubt about itself that judges others, and one large death that holds up every claim.
 //!
-//! Three duties, side by side: none waits for another. Each has at most one call under way and one alarm of its own. Nothing of them needs
-//! to outlive the actor: what is unfinished stands in the database, and the next sweep, by anyone, goes on with it.
+//! Three duties, side by side: none waits for another. Each has at most one call under way and one alarm of its own. What is unfinished
+//! stands in the database, and the next sweep, by anyone, goes on with it. Only the news of an eviction stands nowhere, so it is told by
+//! the call that brought it (`telling`), which outlives the actor.
 
 mod release;
 mod subscribers;
@@ -155,6 +156,9 @@ impl StaleSweepActor {
         // The next one is due an interval after this one, whatever becomes of it; a call for a sweep meanwhile makes it due at once.
         self.due = Instant::now() + self.interval();
         let swept = async move { within(CALL_DEADLINE, store.sweep(me)).await };
+        let swept = self.telling(swept, EvictionReason::StaleHeartbeat, |swept| {
+            swept.iter().flat_map(|swept| swept.evicted.iter().copied()).collect()
+        });
         ctx.spawn(swept.into_actor(self).map(|answer, act, ctx| {
             act.sweeping = false;
             act.swept(answer, ctx);
@@ -167,9 +171,7 @@ impl StaleSweepActor {
             Ok(None) => self.health.well(),
             Ok(Some(swept)) => {
                 self.health.well();
-                for peer in swept.evicted {
-                    self.tell(peer, EvictionReason::StaleHeartbeat);
-                }
+                self.evicted += swept.evicted.len() as u64;
                 self.released(swept.released);
                 if swept.unfinished {
                     self.release.want();
@@ -184,11 +186,30 @@ impl StaleSweepActor {
         self.step(ctx);
     }
 
-    /// Somebody was evicted by this instance.
-    fn tell(&mut self, instance: InstanceId, reason: EvictionReason) {
-        self.evicted += 1;
-        tracing::warn!(%instance, ?reason, "evicted a dead peer; its rows are handed back");
-        self.parts.subscribers.tell(PeerEvicted { instance, reason });
+    /// Runs a call beside the actor, and tells of those whom it evicted as soon as it is answered. The server evicts whoever asked it to,
+    /// and says so once: an actor that dies meanwhile must not take the news with it.
+    fn telling<T: 'static>(
+        &self,
+        call: impl Future<Output = Result<T, StoreError>> + 'static,
+        reason: EvictionReason,
+        evicted: impl Fn(&T) -> Vec<InstanceId> + 'static,
+    ) -> impl Future<Output = Result<T, StoreError>> + 'static {
+        let subscribers = Arc::clone(&self.parts.subscribers);
+        let beside = actix_rt::spawn(async move {
+            let answer = call.await;
+            for instance in answer.iter().flat_map(evicted) {
+                tracing::warn!(%instance, ?reason, "evicted a dead peer; its rows are handed back");
+                subscribers.tell(PeerEvicted { instance, reason });
+            }
+            answer
+        });
+        async move {
+            beside.await.unwrap_or_else(|error| match error.try_into_panic() {
+                // As if the actor had made the call itself: it dies of it, and is replaced.
+                Ok(panic) => std::panic::resume_unwind(panic),
+                Err(_) => Err(StoreError::Unavailable("the thread of this actor ends".to_owned())),
+            })
+        }
     }
 
     /// Rows came back: they can be claimed.

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::sync::Notify;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 
 use crate::instance::InstanceId;
 use crate::lock;
@@ -29,6 +29,7 @@ struct Watch {
     failures: VecDeque<StoreError>,
     watches: Vec<(Duration, Duration, bool)>,
     judged: Vec<(Duration, Suspect)>,
+    delay: Duration,
 }
 
 impl FakeDeathWatch {
@@ -58,6 +59,11 @@ impl FakeDeathWatch {
     /// The next verdict that is not `Early`. Without one it is `Evicted`.
     pub fn judge_next(&self, verdict: Result<SuspectVerdict, StoreError>) {
         lock(&self.state).verdicts.push_back(verdict);
+    }
+
+    /// From now on the answer to what a verdict has done takes so long.
+    pub fn set_delay(&self, delay: Duration) {
+        lock(&self.state).delay = delay;
     }
 
     /// The next watch fails so.
@@ -111,12 +117,16 @@ impl DeathWatch for FakeDeathWatch {
     ) -> PortFuture<'_, SuspectVerdict> {
         Box::pin(async move {
             let early = self.now().0 < suspect.since.0 + grace.as_micros() as i64;
-            let mut state = lock(&self.state);
-            state.judged.push((self.origin.elapsed(), suspect));
-            if early {
-                return Ok(SuspectVerdict::Early);
-            }
-            state.verdicts.pop_front().unwrap_or(Ok(SuspectVerdict::Evicted))
+            let (verdict, delay) = {
+                let mut state = lock(&self.state);
+                state.judged.push((self.origin.elapsed(), suspect));
+                if early {
+                    return Ok(SuspectVerdict::Early);
+                }
+                (state.verdicts.pop_front().unwrap_or(Ok(SuspectVerdict::Evicted)), state.delay)
+            };
+            take_time(delay).await;
+            verdict
         })
     }
 }
@@ -134,6 +144,7 @@ struct Sweep {
     rows: u64,
     busy: bool,
     locked: bool,
+    delay: Duration,
     failures: VecDeque<StoreError>,
     sweeps: Vec<Duration>,
     passes: Vec<(Duration, u64)>,
@@ -165,6 +176,11 @@ impl FakeSweep {
     /// Whether somebody has the rows locked: passes bring nothing back.
     pub fn set_locked(&self, locked: bool) {
         lock(&self.state).locked = locked;
+    }
+
+    /// From now on the answer to what a sweep has done takes so long.
+    pub fn set_delay(&self, delay: Duration) {
+        lock(&self.state).delay = delay;
     }
 
     /// The next call, of either kind, fails so.
@@ -200,19 +216,23 @@ impl Sweep {
 impl SweepStore for FakeSweep {
     fn sweep(&self, me: InstanceId) -> PortFuture<'_, Option<Swept>> {
         Box::pin(async move {
-            let mut state = lock(&self.state);
-            let at = self.origin.elapsed();
-            state.sweeps.push(at);
-            if let Some(error) = state.failures.pop_front() {
-                return Err(error);
-            }
-            if state.busy {
-                return Ok(None);
-            }
-            let (own, evicted): (Vec<_>, Vec<_>) = state.stale.drain(..).partition(|peer| *peer == me);
-            state.stale = own;
-            let (released, unfinished) = if state.rows > 0 { state.pass(at, 1_000) } else { (0, false) };
-            Ok(Some(Swept { evicted, released, unfinished }))
+            let (swept, delay) = {
+                let mut state = lock(&self.state);
+                let at = self.origin.elapsed();
+                state.sweeps.push(at);
+                if let Some(error) = state.failures.pop_front() {
+                    return Err(error);
+                }
+                if state.busy {
+                    return Ok(None);
+                }
+                let (own, evicted): (Vec<_>, Vec<_>) = state.stale.drain(..).partition(|peer| *peer == me);
+                state.stale = own;
+                let (released, unfinished) = if state.rows > 0 { state.pass(at, 1_000) } else { (0, false) };
+                (Swept { evicted, released, unfinished }, state.delay)
+            };
+            take_time(delay).await;
+            Ok(Some(swept))
         })
     }
 
@@ -225,5 +245,12 @@ impl SweepStore for FakeSweep {
                 None => Ok(state.pass(at, max_rows)),
             }
         })
+    }
+}
+
+/// Even a sleep of no time lets the clock go on.
+async fn take_time(delay: Duration) {
+    if !delay.is_zero() {
+        sleep(delay).await;
     }
 }

@@ -13,7 +13,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use super::ClaimActor;
 use super::bell::Outcome;
 use crate::actor::now;
-use crate::delivery::{Delivery, Lease};
+use crate::delivery::{Behind, Delivery, Lease};
 use crate::message::{BeatNow, Dispatch, Evicted, HandBack, PingNow};
 use crate::port::{Claimed, StoreError};
 use crate::work::OrderKey;
@@ -122,9 +122,7 @@ impl ClaimActor {
         }
         drop(permits);
         let again = rows >= asked || has_more;
-        // Whoever sleeps until it is rung has to look behind every run: what was stored behind it has rung already, in vain.
-        let all = again || self.wants_bell();
-        mark_runs(&mut deliveries, all, self.parts.options.dispatch.stream_run);
+        mark_runs(&mut deliveries, again, self.parts.options.dispatch.stream_run);
         if self.parts.standing.is_evicted() {
             // They are leased to a burnt id: whoever evicted it hands them back.
             drop(deliveries);
@@ -164,9 +162,9 @@ impl ClaimActor {
     }
 }
 
-/// Marks the last row of every run behind which there may be more: the store stops at `stream_run` rows of an order key, and a claim that
-/// was cut short may have stopped anywhere. The failure this prevents: a deep stream that goes on only once per polling interval.
-fn mark_runs(deliveries: &mut [Delivery], all: bool, stream_run: u32) {
+/// Marks the last row of every run: the store stops at `stream_run` rows of an order key, and a claim that was cut short may have stopped
+/// anywhere. The failure this prevents: a deep stream that goes on only once per polling interval, or per lease where nobody polls.
+fn mark_runs(deliveries: &mut [Delivery], cut: bool, stream_run: u32) {
     let mut runs: HashMap<OrderKey, (u32, usize)> = HashMap::new();
     for (at, delivery) in deliveries.iter().enumerate() {
         if let Some(key) = delivery.order_key() {
@@ -175,8 +173,10 @@ fn mark_runs(deliveries: &mut [Delivery], all: bool, stream_run: u32) {
         }
     }
     for (rows, last) in runs.into_values() {
-        if all || rows >= stream_run {
-            deliveries[last].expect_more_behind();
-        }
+        deliveries[last].expect_behind(if cut || rows >= stream_run {
+            Behind::More
+        } else {
+            Behind::Unknown
+        });
     }
 }

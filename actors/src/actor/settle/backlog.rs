@@ -9,6 +9,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use crate::delivery::Settlement;
+use crate::instance::Gate;
 use crate::lock;
 use crate::port::{SettleItem, Settled, Verdict};
 
@@ -136,8 +137,8 @@ impl Backlog {
         inner.begin(Batch { items, unclear: false, deaths: 0 })
     }
 
-    /// A batch was written. `None`: it is somebody else's by now.
-    pub(super) fn written(&self, number: u64, settled: &Settled) -> Option<Written> {
+    /// A batch was written, with the gate as it is now. `None`: it is somebody else's by now.
+    pub(super) fn written(&self, number: u64, settled: &Settled, gate: Gate) -> Option<Written> {
         let inner = &mut *lock(&self.0);
         let batch = inner.end(number)?;
         let lost = settled.fenced.iter().filter(|key| {
@@ -150,7 +151,7 @@ impl Backlog {
         } else {
             inner.counters.fenced += lost as u64;
         }
-        let frees_work = batch.items.iter().any(Settlement::frees_work);
+        let frees_work = batch.items.iter().any(|item| item.frees_work(gate));
         Some(Written { lost, unclear: batch.unclear, frees_work, done: batch.items })
     }
 

@@ -146,6 +146,9 @@ impl StaleSweepActor {
         }
         let (me, grace) = (self.parts.instance, self.parts.options.grace());
         let verdict = async move { within(MARGIN, watch.evict_suspect(me, suspicion.suspect, grace)).await };
+        let verdict = self.telling(verdict, EvictionReason::AliveLockLost, move |verdict| {
+            (*verdict == SuspectVerdict::Evicted).then_some(suspicion.suspect.peer).into_iter().collect()
+        });
         self.watch.call = Some(ctx.spawn(verdict.into_actor(self).map(move |answer, act, ctx| {
             act.watch.call = None;
             match answer {
@@ -165,7 +168,7 @@ impl StaleSweepActor {
             }
             SuspectVerdict::Alive | SuspectVerdict::Beaten => self.watch.false_alarms += 1,
             SuspectVerdict::Evicted => {
-                self.tell(suspicion.suspect.peer, EvictionReason::AliveLockLost);
+                self.evicted += 1;
                 self.release.want();
             }
         }
