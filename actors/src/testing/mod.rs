@@ -8,6 +8,7 @@ mod fake;
 mod fake_direct;
 mod fake_peers;
 mod gate_rig;
+mod heartbeat_rig;
 mod probe;
 mod renewal_rig;
 mod rig;
@@ -19,11 +20,10 @@ pub use fake::{Call, FakeStore, Op, Reply};
 pub use fake_direct::{DirectOp, FakeDirect};
 pub use fake_peers::{FakeDeathWatch, FakeSweep};
 pub use gate_rig::GateRig;
+pub use heartbeat_rig::HeartbeatRig;
 pub use probe::{ProbeActor, TestProbe, runner};
 pub use renewal_rig::RenewalRig;
-pub use rig::{
-    ClaimRig, DispatchRig, HeartbeatRig, SettleRig, deliver, deliver_under, engine_parts, identity,
-};
+pub use rig::{ClaimRig, DispatchRig, SettleRig, deliver, deliver_under, engine_parts, identity};
 pub use sweep_rig::SweepRig;
 pub use table::{Row, claimed};
 

@@ -262,7 +262,7 @@ impl ClaimActor {
                 self.counters.arms += 1;
                 self.bell.slices = 0;
                 self.bell.armed = Some(mode);
-                self.watch(armed, ctx);
+                self.notice_end(armed, ctx);
             }
             Ok(None) => {
                 self.counters.arm_timeouts += 1;
@@ -282,7 +282,7 @@ impl ClaimActor {
     }
 
     /// Without the session nobody rings: what was stored since is looked for at once.
-    fn watch(&mut self, armed: Armed, ctx: &mut Context<Self>) {
+    fn notice_end(&mut self, armed: Armed, ctx: &mut Context<Self>) {
         self.bell.grant += 1;
         let grant = self.bell.grant;
         if let Some(watch) = self.bell.watch.take() {
