@@ -165,7 +165,9 @@ fn what_was_written_here_is_looked_behind_once_and_twice_if_a_ring_found_nothing
         quiesce().await;
         assert_eq!(since(&store, before), "cccccc");
         store.insert(Row::default());
-        assert_eq!(rig.dispatch.next().await.deliveries.len(), 1, "found by the second look");
+        let at = tokio::time::Instant::now();
+        assert_eq!(rig.dispatch.next().await.deliveries.len(), 1);
+        assert_eq!(at.elapsed(), millis(2), "found by the second look");
         drop(held);
         sleep(millis(100)).await;
         let before = store.calls().len();
