@@ -9,6 +9,8 @@ mod sql;
 
 #[path = "doorbells/due.rs"]
 mod due;
+#[path = "doorbells/freed.rs"]
+mod freed;
 #[path = "doorbells/peers.rs"]
 mod peers;
 #[path = "doorbells/races.rs"]
