@@ -56,7 +56,7 @@ pub use workpump_actors::instance::Gate;
 pub use workpump_actors::message::{
     Account, ExtendLease, GateChanged, GateReport, ProbeNow, RequestImmediatePoll, SubscribeToGate,
 };
-pub use workpump_actors::options::Options;
+pub use workpump_actors::options::{OnFailure, Options};
 pub use workpump_actors::runner::{Failure, Job, Runner};
 pub use workpump_actors::standing::Untrusted;
 pub use workpump_actors::tree::{DrainReport, Engine};

@@ -11,6 +11,8 @@ mod sql;
 mod categories;
 #[path = "doorbells/due.rs"]
 mod due;
+#[path = "doorbells/freed.rs"]
+mod freed;
 #[path = "doorbells/peers.rs"]
 mod peers;
 #[path = "doorbells/races.rs"]
