@@ -115,10 +115,10 @@ impl Proxy {
         }
     }
 
-    /// The same for those that listen; how many there are.
+    /// The same for those that listen; how many there are. One that is held already is not counted again: nobody hears its end.
     pub fn listeners(&self, flow: Flow) -> usize {
         let mut listeners = self.living();
-        listeners.retain(|link| link.listens.load(Ordering::Relaxed));
+        listeners.retain(|link| link.listens.load(Ordering::Relaxed) && *link.flow.borrow() == Flow::Pass);
         for link in &listeners {
             link.flow.send_replace(flow);
         }
