@@ -236,31 +236,40 @@ begin
     end loop;
 end $wh$;
 
--- The same for one verdict, for operators. Each returns the ids that no longer belong to the claim.
+-- The same for one verdict, for operators. Each returns the ids that no longer belong to the claim, and rings whoever sleeps: what is freed
+-- here, or stood behind it, is no news to a pump that did not do it.
 create function @schema@.complete_work(p_category text, p_instance_id uuid, p_ids uuid[], p_epochs bigint[]) returns setof uuid
-language sql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
-    select work_id from @schema@.settle_work(p_instance_id, array_fill(p_category, array[coalesce(cardinality(p_ids), 0)]), p_ids, p_epochs)
-$wh$;
+language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
+begin
+    perform @schema@.wh_ring_armed(p_category);
+    return query select work_id from @schema@.settle_work(p_instance_id, array_fill(p_category, array[coalesce(cardinality(p_ids), 0)]), p_ids, p_epochs);
+end $wh$;
 create function @schema@.fail_work(
     p_category text, p_instance_id uuid, p_ids uuid[], p_epochs bigint[], p_error text, p_reason int default 99, p_after interval default null
 ) returns setof uuid
-language sql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
-    select work_id from @schema@.settle_work(
+language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
+begin
+    perform @schema@.wh_ring_armed(p_category);
+    return query select work_id from @schema@.settle_work(
         p_instance_id, array_fill(p_category, array[coalesce(cardinality(p_ids), 0)]), p_ids, p_epochs, array_fill('retry'::text, array[coalesce(cardinality(p_ids), 0)]),
         array_fill((extract(epoch from p_after) * 1000)::bigint, array[coalesce(cardinality(p_ids), 0)]),
-        array_fill(p_reason, array[coalesce(cardinality(p_ids), 0)]), array_fill(p_error, array[coalesce(cardinality(p_ids), 0)]))
-$wh$;
+        array_fill(p_reason, array[coalesce(cardinality(p_ids), 0)]), array_fill(p_error, array[coalesce(cardinality(p_ids), 0)]));
+end $wh$;
 create function @schema@.release_work(p_category text, p_instance_id uuid, p_ids uuid[], p_epochs bigint[]) returns setof uuid
-language sql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
-    select work_id from @schema@.settle_work(p_instance_id, array_fill(p_category, array[coalesce(cardinality(p_ids), 0)]), p_ids, p_epochs,
-                                             array_fill('release'::text, array[coalesce(cardinality(p_ids), 0)]))
-$wh$;
+language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
+begin
+    perform @schema@.wh_ring_armed(p_category);
+    return query select work_id from @schema@.settle_work(p_instance_id, array_fill(p_category, array[coalesce(cardinality(p_ids), 0)]), p_ids, p_epochs,
+                                             array_fill('release'::text, array[coalesce(cardinality(p_ids), 0)]));
+end $wh$;
 create function @schema@.dead_letter_work(
     p_category text, p_instance_id uuid, p_ids uuid[], p_epochs bigint[], p_error text, p_reason int default 99
 ) returns setof uuid
-language sql volatile set search_path = pg_catalog, @schema@, pg_temp as $wh$
-    select work_id from @schema@.settle_work(
+language plpgsql set search_path = pg_catalog, @schema@, pg_temp as $wh$
+begin
+    perform @schema@.wh_ring_armed(p_category);
+    return query select work_id from @schema@.settle_work(
         p_instance_id, array_fill(p_category, array[coalesce(cardinality(p_ids), 0)]), p_ids, p_epochs,
         array_fill('dead_letter'::text, array[coalesce(cardinality(p_ids), 0)]), null,
-        array_fill(p_reason, array[coalesce(cardinality(p_ids), 0)]), array_fill(p_error, array[coalesce(cardinality(p_ids), 0)]))
-$wh$;
+        array_fill(p_reason, array[coalesce(cardinality(p_ids), 0)]), array_fill(p_error, array[coalesce(cardinality(p_ids), 0)]));
+end $wh$;

@@ -473,3 +473,24 @@ async fn no_function_rules_out_scans_and_leaves_jit_on() {
     .await;
     assert_eq!(found, [""; 0]);
 }
+
+#[tokio::test]
+async fn what_operators_settle_by_hand_rings_whoever_sleeps() {
+    let db = common::database().await;
+    let client = db.connect().await;
+    let (asleep, other) = (instance(1), instance(2));
+    let _consumer = sleeper(&db, asleep).await;
+    assert!(beat(&client, other).await);
+    let mut listener = Listener::for_instances(db.direct_url(), &[asleep]).await;
+    for call in ["complete_work(#)", "fail_work(#, 'no')", "release_work(#)", "dead_letter_work(#, 'no')"] {
+        run(&client, &format!("delete from wh_outbox; {}", put(&[Some(stream(1)), Some(stream(1))]))).await;
+        assert_eq!(listener.rung().await, rings(&[(1, "outbox")]), "stored");
+        let settled = format!(
+            "with head as materialized (select work_id, claim_epoch from claim_work('{other}', 1)) \
+             select count(f) from head h, lateral {} f",
+            call.replace('#', &format!("'outbox', '{other}', array[h.work_id], array[h.claim_epoch]"))
+        );
+        assert_eq!(value::<i64>(&client, &settled).await, 0, "{call}: nothing was fenced");
+        assert_eq!(listener.rung().await, rings(&[(1, "outbox")]), "{call}");
+    }
+}
